@@ -71,14 +71,14 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     """
     inputs = {"train": config.train, "eval": config.eval, "model": config.model, "reference": config.reference}
     stage = Stage(Path(config.output_dir), "reward", config, inputs, owns_folder=True)
-    return run_stage(stage, lambda: _task(config))
+    return run_stage(stage, partial(_task, config))
 
 
-def _task(config: RewardConfig) -> Task:
+def _task(config: RewardConfig, on_meta: bool) -> Task:
     rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
-    model = new_reward_model(config.model, tokenizer, config.seed, trust=trust)
+    model = new_reward_model(config.model, tokenizer, config.seed, trust=trust, on_meta=on_meta)
     longest = longest_row(model, config.max_length)
     reference = _reference(config, tokenizer, longest)
     if config.lora.rank > 0:

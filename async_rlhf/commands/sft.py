@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,12 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     if config.chat_template is not None and template_file(config.chat_template) is not None:
         inputs["chat_template"] = config.chat_template
     stage = Stage(Path(config.output_dir), "sft", config, inputs, owns_folder=True)
-    return run_stage(stage, lambda: _read(config))
+    return run_stage(stage, partial(_read, config))
 
 
-def _read(config: SFTConfig) -> Task:
+def _read(config: SFTConfig, on_meta: bool) -> Task:
     rows, heldout, short = divided(config, *load_stage_rows(config))
-    model, tokenizer = _start(config, rows)
+    model, tokenizer = _start(config, rows, on_meta)
     longest = longest_row(model, config.max_length)
     examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
     held: Sequence[EncodedRow] = []
@@ -162,7 +163,7 @@ def encode_rows(
     return kept, dropped
 
 
-def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model to train, and its tokenizer, with the chat template if one is given."""
     template = None if config.chat_template is None else read_template(config.chat_template)
     trust = config.trust_remote_code
@@ -171,7 +172,7 @@ def _start(config: SFTConfig, rows: Rows) -> tuple[PreTrainedModel, PreTrainedTo
         added = [] if template is None else use_template(tokenizer, template)
         right = f"must be 0 where chat_template adds tokens ({', '.join(added)}): adapters do not train embeddings"
         require(not added or config.lora.rank == 0, "lora.rank", config.lora.rank, right)
-        model = load_policy(config.model, trust=trust)
+        model = load_policy(config.model, trust=trust, on_meta=on_meta and not added)
         return (embed_added_tokens(model, tokenizer, config.seed) if added else model), tokenizer
     size = config.new_model
     if config.tokenizer is not None:

@@ -43,9 +43,10 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
-from async_rlhf.learner.strategies.choice import make_parallel
-from async_rlhf.models.loading import require_alike
+from async_rlhf.learner.strategies.choice import make_parallel, reads_shares
+from async_rlhf.models.loading import placed, require_alike
 from async_rlhf.models.saving import write_model
+from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Training, restore_trained
 from async_rlhf.run.callbacks import TRACKERS, Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
@@ -162,6 +163,7 @@ class StageLoop(Loop):
             metrics = learner.update(experience, step) | {"lr": rate}
             rows += len(numbers)
             self._after_batch(experience, metrics)
+        self._finish_save(wait=True)
         loss, seconds = self.seen["loss"] / steps, time.monotonic() - started
         run.callbacks.log({"train_loss": loss, "train_runtime": seconds, "train_samples_per_second": rows / seconds})
         run.callbacks.end()
@@ -217,13 +219,14 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
-def run_stage(stage: Stage, read: Callable[[], Task]) -> dict[str, Any]:
+def run_stage(stage: Stage, read: Callable[[bool], Task]) -> dict[str, Any]:
     """Train, and write the model with its tokenizer, the marker and the logs into the stage's folder: whole or not at
     all. With several ranks, all must call it.
 
     Args:
         stage: of a :class:`StageConfig`.
-        read: reads data and models; called by rank 0 first.
+        read: reads data and models; called by rank 0 first. It is told whether each rank will read its share of the
+            weights, once the model is sharded.
 
     Returns:
         The results, those of before if the stage is done already.
@@ -239,14 +242,14 @@ def run_stage(stage: Stage, read: Callable[[], Task]) -> dict[str, Any]:
     return results
 
 
-def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, Any]:
+def _train(stage: Stage, ranks: Ranks, read: Callable[[bool], Task]) -> dict[str, Any]:
     config, folder, anyway = stage.config, _unfinished(stage), stage.config.resume_anyway
     checkpoint = ranks.broadcast("checkpoint", lambda: _to_resume(stage, folder))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     compared = ranks.broadcast("what is compared", lambda: _compared(stage))
     if resumed is not None:
         require_same(resumed.config, compared, anyway)
-    task = lead_first(ranks, "reading", read)
+    task = lead_first(ranks, "reading", partial(read, reads_shares(config.parallel, config.bf16, ranks)))
     run = _prepared(config, task, ranks, folder, checkpoint, resumed)
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
     with ExitStack() as stack:
@@ -255,8 +258,9 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[], Task]) -> dict[str, An
             kept = 0 if resumed is None else resumed.logs[METRICS]
             logs[METRICS] = stack.enter_context(closing(JsonLines(folder / METRICS, kept)))
         with closing(run.callbacks), ending_on_signals() as asked:
-            loop = StageLoop(run, Trace(), logs, asked, None, task, config, compared, seen)
-            results = {"train_loss": loop.train(), **task.counts}
+            with saving(run) as saves:
+                loop = StageLoop(run, Trace(), logs, asked, saves, task, config, compared, seen)
+                results = {"train_loss": loop.train(), **task.counts}
         results |= task.finish(run.learner.parallel)
         found, _ = loop.evaluate()
         results |= found
@@ -272,12 +276,14 @@ def _prepared(
 ) -> Training:
     """The learner and what is about it, restored if there is a checkpoint."""
     own = config.for_learner(len(task.examples), str(folder))
-    task.model.to(rank_device(own, ranks)).eval()
+    parallel, device = make_parallel(own, ranks), rank_device(own, ranks)
+    # A sharded model reaches the device piece by piece.
+    placed(task.model, torch.device("cpu") if parallel.is_sharded else device).eval()
     require_alike(ranks, model=task.model)
     load = None
-    if checkpoint is not None and resumed is not None:
+    if checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    learner = Learner(task.model, None, task.algorithm, own, parallel=make_parallel(own, ranks), load=load)
+    learner = Learner(task.model, None, task.algorithm, own, parallel=parallel, load=load)
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
     shown = {**dotted(without_secrets(asdict(config), HIDDEN)), "num_train_epochs": config.num_epochs}

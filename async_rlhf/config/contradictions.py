@@ -180,11 +180,7 @@ def _check_parallel(config: OnlineConfig) -> None:
     right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
     spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
-    right = (
-        f'must be "whole" with parallel.strategy "{parallel.strategy}": DeepSpeed lays out the optimiser its own way'
-    )
-    zero = parallel.ranks > 1 and parallel.strategy.startswith("zero")
-    require(not zero or config.checkpoint_format == "whole", "checkpoint_format", config.checkpoint_format, right)
+    parallel.require_format(config.checkpoint_format)
     right = "must be null with weights spread over ranks (parallel.strategy)"
     require(not spread or config.lora.base_bits is None, "lora.base_bits", config.lora.base_bits, right)
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'

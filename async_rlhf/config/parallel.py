@@ -117,6 +117,12 @@ class ParallelConfig(Checked):
         )
         require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
 
+    def require_format(self, checkpoints: str) -> None:
+        """Require a format of checkpoints that the strategy has."""
+        right = f'must be "whole" with parallel.strategy "{self.strategy}": DeepSpeed lays out the optimiser its own way'
+        zero = self.ranks > 1 and self.strategy.startswith("zero")
+        require(not zero or checkpoints == "whole", "checkpoint_format", checkpoints, right)
+
 
 def check_device(device: str | None, ranks: int) -> None:
     """Refuse one device for several ranks."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +27,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
-from async_rlhf.models.sharded_loading import is_on_meta, share_digests, unread_model, weight_digests
+from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
 from async_rlhf.system.hub import is_path, why_nowhere
@@ -271,8 +271,13 @@ def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **
     return model
 
 
-def _load_unread(kind: Any, name: str, key: str, trust: bool, **options: Any) -> tuple[PreTrainedModel, Any] | None:
-    """The model without its weights, and what their files lack; None, and a line in the log, if it is read whole."""
+def _load_unread(
+    kind: Any, name: str, key: str, trust: bool, new: str | None = None, **options: Any
+) -> tuple[PreTrainedModel, Any] | None:
+    """The model without its weights, and what their files lack; None, and a line in the log, if it is read whole.
+
+    ``new`` is a weight that the files need not have.
+    """
     source, revision = with_revision(name)
     source = str(Path(source).expanduser())
 
@@ -294,7 +299,7 @@ def _load_unread(kind: Any, name: str, key: str, trust: bool, **options: Any) ->
         else:
             raise OnlyWholeError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
         config.name_or_path = source
-        model, report = unread_model(kind, config, files)
+        model, report = unread_model(kind, config, files, new)
     except OnlyWholeError as why:
         logger.info("%s: every rank reads all of %r before it keeps its share: %s", key, name, why)
         return None
@@ -307,9 +312,16 @@ def _load_unread(kind: Any, name: str, key: str, trust: bool, **options: Any) ->
 
 
 def new_reward_model(
-    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, key: str = "model", *, trust: bool = False
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    key: str = "model",
+    *,
+    trust: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
-    """A reward model on the body of a language model, in float32 with dropout off.
+    """A reward model on the body of a language model, in float32 with dropout off; for ``on_meta`` see
+    :func:`load_policy`.
 
     Its head is drawn from a normal distribution of standard deviation 1 / sqrt(hidden size + 1), and depends only on
     the seed (Stiennon et al., "Learning to summarize from human feedback", 2020).
@@ -318,14 +330,23 @@ def new_reward_model(
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification
         try:
-            model = from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
+            found = _load_unread(kind, name, key, trust, "score.weight", num_labels=1) if on_meta else None
+            torch.manual_seed(seed)
+            if found is not None and not found[1]["missing_keys"]:
+                model = found[0]
+            else:
+                model = from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
             raise ConfigError(f"{key}: no reward model could be made from {name!r}: {error}") from error
         if getattr(model, "score", None) is None:
             raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; use a decoder model")
-        nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
+        head: Tensor = model.score.weight
+        if is_on_meta(model):
+            head = torch.empty(head.shape).normal_()  # from_pretrained draws one, too
+            give_weight(model, "score.weight", head)
+        nn.init.normal_(head, std=(model.score.in_features + 1) ** -0.5)
     model.config.pad_token_id = tokenizer.pad_token_id
     return disable_dropout(model)
 

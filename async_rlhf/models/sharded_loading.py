@@ -82,13 +82,24 @@ def is_on_meta(model: nn.Module) -> bool:
     return source_of(model) is not None
 
 
-def unread_model(kind: Any, config: PretrainedConfig, files: Sequence[str]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def give_weight(model: nn.Module, name: str, weight: Tensor) -> None:
+    """Have an unread model take this weight, as it is when the model is sharded, and not what its files have."""
+    source = source_of(model)
+    assert source is not None
+    source.origins[name] = weight
+    source.digests.pop(name, None)
+
+
+def unread_model(
+    kind: Any, config: PretrainedConfig, files: Sequence[str], new: str | None = None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model without weights, in evaluation mode.
 
     Args:
         kind: transformers' class that chooses the model's by the configuration, such as AutoModelForCausalLM.
         config: of the model.
         files: in the format of safetensors.
+        new: a weight that they need not have, zeros then.
 
     Returns:
         The model, and what its files lack and have too much, as ``from_pretrained`` reports it.
@@ -110,6 +121,8 @@ def unread_model(kind: Any, config: PretrainedConfig, files: Sequence[str]) -> t
             raise OnlyWholeError("its files hold tied weights more than once")
         if held:
             origins[same[0]] = _fitting(held[0], found[held[0]], parameter)
+        elif new in same:
+            origins[new] = torch.zeros((), dtype=DTYPE).expand(parameter.shape)
         else:
             missing.add(same[0])
     missing |= _fill_buffers(model, found)

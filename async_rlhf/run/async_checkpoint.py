@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
-from async_rlhf.run.build import Run
+from async_rlhf.run.build import Training
 from async_rlhf.run.manifest import appearing, require_written, seal
 from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards
 from async_rlhf.system.signals import RankError
@@ -32,10 +33,10 @@ class ShardedSaves:
         run: the run.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         self._run = run
         self._group = run.ranks.new_group()
-        self._stager = make_stager(run.device)
+        self._stager = make_stager(rank_device(run.config, run.ranks))
         learner, tokenizer = run.learner, run.tokenizer
         self._models = {
             place: (prefix, ModelCopies(model, tokenizer, learner.parallel))
@@ -158,6 +159,11 @@ class ShardedSaves:
     def _give_up(self) -> None:
         if self._thread is not None:
             logger.error("%s is not whole, and does not count", self._path.name)
+
+
+def saving(run: Training) -> AbstractContextManager[ShardedSaves | None]:
+    """Within, what writes the run's checkpoints beside training; None for whole ones. Every rank must enter it."""
+    return ShardedSaves(run).finishing() if run.config.checkpoint_format == "sharded" else nullcontext()
 
 
 def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:

@@ -27,7 +27,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.rewards.functions import RewardFunction
-from async_rlhf.run.async_checkpoint import ShardedSaves
+from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Inputs, Model, Run, Start, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.checkpoint import save_learner
@@ -319,8 +319,7 @@ def train(run: Run) -> OnlineTrainerState:
         if run.ranks.is_main:
             names = log_names(run.config, run.eval_prompts is not None)
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
-        sharded = run.config.checkpoint_format == "sharded"
-        saves = stack.enter_context(ShardedSaves(run).finishing()) if sharded else None
+        saves = stack.enter_context(saving(run))
         rollouts = _rollouts(run, generator, trace)
         evaluations = Evaluations(run, rollouts)
         state = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, evaluations).train()

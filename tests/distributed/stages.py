@@ -9,17 +9,20 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from tiny import byte_tokenizer, new_policy, new_reward_model
+from transformers import PreTrainedModel
 
 from async_rlhf.cli import _run
 from async_rlhf.commands.training import StageLoop
 from async_rlhf.distributed.parallel import decayed_groups, trainable
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import write_model
+from async_rlhf.models.sharded_loading import is_on_meta
 
 
 def smooth_adamw(learner: Learner, own: None) -> torch.optim.Optimizer:
@@ -61,16 +64,24 @@ def write_inputs(folder: Path) -> None:
 def save_twice(loop: StageLoop) -> None:
     """Leave what there is after the fourth step as if the stage had been killed then, under another name."""
     SAVE(loop)
+    if loop.saves is not None:
+        loop.saves.finished(wait=True)
     folder = loop.run.folder.path
     if loop.run.ranks.is_main and loop.run.callbacks.state.global_step == 4:
         shutil.copytree(folder, folder.with_name(f".again {folder.name[1:]}"))
 
 
-SAVE = StageLoop.save
+def made(learner: Learner, model: PreTrainedModel, *rest: Any, **more: Any) -> None:
+    """Say in the log whether this rank has read all of the model before it is sharded."""
+    print(f"{rest[2].parallel.strategy}: unread {is_on_meta(model)}", flush=True)
+    INIT(learner, model, *rest, **more)
+
+
+SAVE, INIT = StageLoop.save, Learner.__init__
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    StageLoop.save = save_twice
+    StageLoop.save, Learner.__init__ = save_twice, made
     Learner._optimizer = smooth_adamw
     for words in json.loads(sys.argv[1]):
         code = _run(words[0], words[1:])

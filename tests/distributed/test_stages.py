@@ -39,6 +39,8 @@ TRAINED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "reward by tokens": (["reward", "--train=pairs.jsonl", "--model=policy", "--max_tokens_per_pass=60"], ("ddp",)),
     "ratings": (["reward", "--train=rated.jsonl", "--model=policy", "--reference=texts.jsonl"], ("ddp", "fsdp")),
 }
+SHARDED = {("reward", "fsdp"), ("sft of adapters", "fsdp")}
+"""With sharded checkpoints."""
 RESUMED = [("sft", "ddp"), ("sft", "zero2"), ("sft of adapters", "fsdp"), ("reward", "fsdp"), ("reward", "zero3")]
 SAMPLING = ["--device=cpu", "--response_length=8", "--batch_size=6"]
 SHARED = {
@@ -56,6 +58,7 @@ SHARED = {
 def trained(name: str, accumulate: int, strategy: str = "") -> list[str]:
     words, _ = TRAINED[name]
     chosen = [f"--parallel.strategy={strategy}"] if strategy else []
+    chosen += ["--checkpoint_format=sharded"] if (name, strategy) in SHARDED else []
     size = "--per_device_train_batch_size=4"
     out = f"--output_dir={name}{strategy and '-'}{strategy}"
     return [*words, *COMMON, size, f"--gradient_accumulation_steps={accumulate}", out, *chosen]
@@ -140,6 +143,16 @@ def test_a_resumed_stage_is_the_uninterrupted_one(spread, name, strategy):
     assert all(torch.equal(left[key], tensor) for key, tensor in right.items())
     assert lines_of(resumed / "metrics.jsonl") == lines_of(whole / "metrics.jsonl")
     assert "4 of them before" in (spread / "log").read_text(errors="replace")
+
+
+def test_ranks_with_sharded_weights_read_their_shares(spread):
+    """Each training on both ranks says whether it has read a whole model."""
+    said = [line for line in (spread / "log").read_text(errors="replace").splitlines() if ": unread " in line]
+    strategies = ("ddp", "zero2", "fsdp", "zero3")
+    found = {strategy: [line for line in said if f"{strategy}: " in line] for strategy in strategies}
+    assert all(found.values())
+    for strategy, lines in found.items():
+        assert all(line.endswith(str(strategy in ("fsdp", "zero3"))) for line in lines), (strategy, lines)
 
 
 def test_what_is_sampled_and_judged_is_the_same(alone, spread):

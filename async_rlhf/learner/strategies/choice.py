@@ -62,6 +62,11 @@ def from_accelerate(
     return replace(config, strategy="ddp")
 
 
+def reads_shares(config: ParallelConfig, bf16: bool, ranks: Ranks) -> bool:
+    """Whether each rank is to read its own share of a model's weights."""
+    return ranks.count > 1 and from_accelerate(config, bf16).strategy in ("fsdp", "zero3")
+
+
 def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     """What ``parallel.strategy`` asks for."""
     if ranks.count == 1:
@@ -86,8 +91,7 @@ def _check(config: OnlineConfig, parallel: ParallelConfig) -> None:
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
     bits, right = config.reward_model_bits, "must be null with weights spread over ranks (parallel.strategy)"
     require(not spread or bits is None, "reward_model_bits", bits, right)
-    zero, right = parallel.strategy.startswith("zero"), 'must be "whole" with ZeRO (parallel.strategy)'
-    require(not zero or config.checkpoint_format == "whole", "checkpoint_format", config.checkpoint_format, right)
+    parallel.require_format(config.checkpoint_format)
     bits = config.lora.base_bits
     require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
