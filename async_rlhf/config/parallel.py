@@ -30,6 +30,10 @@ OF_A_RANK = (*_NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RAN
 """Variables that make a process one of several ranks."""
 
 
+_LARGEST_IN_ZERO3 = 3 * 10**9
+"""Parameters of a model whose rounded copy, 6 GB, leaves room on any GPU that is used for it."""
+
+
 def launched_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """R, the processes that torchrun, accelerate or srun have started; 1 without them."""
     return int(environment["WORLD_SIZE"]) if all(environment.get(name) for name in _NEEDED) else 1
@@ -116,6 +120,14 @@ class ParallelConfig(Checked):
             fsdp or self.reduce == "every_pass", "reduce", self.reduce, 'must be left out unless strategy is "fsdp"'
         )
         require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
+
+    def require_size(self, parameters: int, rounded: bool) -> None:
+        """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer to
+        the end of a pass, so that in 16 bits each rank holds all of the model after all.
+        """
+        told = f"{parameters / 1e9:.1f} billion parameters in 16 bits: zero3 would hold a copy of all on each rank"
+        fits = self.strategy != "zero3" or not rounded or parameters <= _LARGEST_IN_ZERO3
+        require(fits, "parallel.strategy", self.strategy, f'must be "fsdp" for {told}')
 
     def require_format(self, checkpoints: str) -> None:
         """Require a format of checkpoints that the strategy has."""
