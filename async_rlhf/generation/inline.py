@@ -25,7 +25,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.weights import differing, digests, iterate_weights
+from async_rlhf.models.weights import differing, digests, iterate_weights, kept_dtype
 from async_rlhf.system import random_state
 from async_rlhf.system.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
@@ -109,7 +109,7 @@ def make_inline(config: OnlineConfig, engine: PolicyEngine, trace: Trace) -> Inl
         made = make_engine(spec, params)  # may seed every random generator of the process
         random_state.restore(*before)
     agreement = Agreement(generation, params, spec.dtype, spec.autocast)
-    return InlineCopyGenerator(made, trace, agreement, sleep, adapters_only)
+    return InlineCopyGenerator(made, trace, agreement, sleep, spec.dtype, adapters_only)
 
 
 class InlineGenerator:
@@ -211,15 +211,23 @@ class InlineCopyGenerator(InlineGenerator):
         trace: records generation.
         agreement: see InlineGenerator.
         sleep: let the engine sleep while the learner trains.
+        dtype: of the engine's parameters, to which they are rounded before anything reads them.
         adapters_only: hand over only the policy's adapters.
     """
 
     engine: Any
 
     def __init__(
-        self, engine: Any, trace: Trace, agreement: Agreement, sleep: bool, adapters_only: bool = False
+        self,
+        engine: Any,
+        trace: Trace,
+        agreement: Agreement,
+        sleep: bool,
+        dtype: torch.dtype,
+        adapters_only: bool = False,
     ) -> None:
         super().__init__(engine, trace, agreement)
+        self._dtype = dtype
         self._adapters_only = adapters_only
         self._sleeps = sleep
         self._asleep = False
@@ -244,7 +252,8 @@ class InlineCopyGenerator(InlineGenerator):
         return completions
 
     def _load(self, policy: PreTrainedModel, version: int) -> None:
-        weights = dict(iterate_weights(policy, self._adapters_only))
+        buffers, given = dict(policy.named_buffers()), iterate_weights(policy, self._adapters_only)
+        weights = {name: tensor.to(kept_dtype(name, tensor, buffers, self._dtype)) for name, tensor in given}
         wrong = differing(self.engine.load(weights, version), digests(weights))
         if wrong:
             raise GeneratorError(f"the engine took weights that are not those of version {version}: {wrong}")

@@ -10,8 +10,11 @@ the same with them as the learner.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.weights import digests
+
+
+_HASHING = min(8, len(os.sched_getaffinity(0)))
+"""Threads that compute checksums while weights are loaded; they hold no lock of Python's meanwhile."""
 
 
 class SnapshotLoader:
@@ -75,14 +82,16 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
         RuntimeError: some weights are still the old ones.
     """
     model, config = worker.model_runner.get_model(), worker.vllm_config
-    handed: dict[str, str] = {}
+    handed: dict[str, Callable[[], dict[str, str]]] = {}
 
     def handing_over() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            handed.update(digests({name: tensor}))
+            compute = partial(digests, {name: tensor})
+            # From a GPU it has to be copied in the stream that received it, which is this thread's.
+            handed[name] = partial(dict, compute()) if tensor.is_cuda else pool.submit(compute).result
             yield name, tensor
 
-    with torch.no_grad(), set_current_vllm_config(config):
+    with torch.no_grad(), set_current_vllm_config(config), ThreadPoolExecutor(_HASHING) as pool:
         packed = _packed(model)
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -101,7 +110,7 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
             f"vLLM kept old weights, or was given NaN: {', '.join(stale[:5])}{' and more' if len(stale) > 5 else ''}"
         )
     worker.model_runner.reset_lora_state()
-    return handed
+    return {name: digest for compute in handed.values() for name, digest in compute().items()}
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def transposes_one(load: Load, tensors: dict[str, Tensor]) -> None:
 def generator(engine):
     """An inline generator on the engine of all tests, which must sample batch 2 with version 1."""
     agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.float32, None)
-    generator = InlineCopyGenerator(engine, Trace(), agreement, sleep=False)
+    generator = InlineCopyGenerator(engine, Trace(), agreement, sleep=False, dtype=torch.float32)
     publish_and_sample(generator, 0)
     return generator
 
@@ -142,6 +142,24 @@ def publish_and_sample(generator: InlineCopyGenerator, version: int):
     generator.publish(new_policy(version), version)
     generator.submit(version + 1, version, prompts_of(4))
     return generator.collect(version + 1)
+
+
+def test_weights_are_rounded_before_anything_reads_them(engine, monkeypatch):
+    """Loading and both checksums then read 2 bytes a parameter, as with an engine in a process of its own."""
+    given: dict[str, Tensor] = {}
+    load = engine.load
+
+    def recording(tensors, version):
+        given.update(tensors)
+        return load(tensors, version)
+
+    monkeypatch.setattr(engine, "load", recording)
+    agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.bfloat16, None)
+    publish_and_sample(InlineCopyGenerator(engine, Trace(), agreement, sleep=False, dtype=torch.bfloat16), 0)
+    parameters = dict(new_policy(0).named_parameters())
+    assert parameters.keys() <= given.keys()
+    assert {given[name].dtype for name in parameters} == {torch.bfloat16}
+    assert all(torch.equal(given[name], weight.bfloat16()) for name, weight in parameters.items())
 
 
 KEPT = r"vLLM kept old weights, or was given NaN: .*"
