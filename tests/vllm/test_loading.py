@@ -154,6 +154,7 @@ def test_weights_are_rounded_before_anything_reads_them(engine, monkeypatch):
         return load(tensors, version)
 
     monkeypatch.setattr(engine, "load", recording)
+    monkeypatch.setattr(engine, "version", -1)
     agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.bfloat16, None)
     publish_and_sample(InlineCopyGenerator(engine, Trace(), agreement, sleep=False, dtype=torch.bfloat16), 0)
     parameters = dict(new_policy(0).named_parameters())
