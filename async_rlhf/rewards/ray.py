@@ -30,6 +30,7 @@ from xxhash import xxh32
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.models.forward import Row, autocast_dtype, score_batch
+from async_rlhf.models.frozen_models import hold_linear
 from async_rlhf.rewards.calls import RemoteError
 from async_rlhf.rewards.functions import (
     RewardError,
@@ -212,6 +213,8 @@ class RayScorer(Scorer):
             raise ConfigError(f"ray.reward_workers: got {self.config.ray.reward_workers}; {right}")
         self._pickled = _pickled(shared)
         self._any_shared = bool(shared)
+        if self.reward_model is not None:  # it travels so, and lies so in each worker
+            hold_linear(self.reward_model, autocast_dtype(self.config), self.config.head_float32)
 
     model_elsewhere = True
 
