@@ -257,10 +257,9 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool], Task]) -> dict[str
         if ranks.is_main:
             kept = 0 if resumed is None else resumed.logs[METRICS]
             logs[METRICS] = stack.enter_context(closing(JsonLines(folder / METRICS, kept)))
-        with closing(run.callbacks), ending_on_signals() as asked:
-            with saving(run) as saves:
-                loop = StageLoop(run, Trace(), logs, asked, saves, task, config, compared, seen)
-                results = {"train_loss": loop.train(), **task.counts}
+        with closing(run.callbacks), ending_on_signals() as asked, saving(run) as saves:
+            loop = StageLoop(run, Trace(), logs, asked, saves, task, config, compared, seen)
+            results = {"train_loss": loop.train(), **task.counts}
         results |= task.finish(run.learner.parallel)
         found, _ = loop.evaluate()
         results |= found

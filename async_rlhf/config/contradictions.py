@@ -34,6 +34,7 @@ def check_together(config: OnlineConfig) -> None:
     right = 'must be null with staleness_mode "exact", which needs no record to be repeated'
     needed = config.replay_from is None or config.staleness_mode == "bounded"
     require(needed, "replay_from", config.replay_from, right)
+    _check_trained(config)
     key, shares = "generation.urls" if config.generation.urls else "generation.workers", config.generation.shares
     right, size = f"must be at most the batch of {config.batch_size} prompts", config.generation.prompts_per_request
     require(shares <= config.batch_size, key, shares, right)
@@ -97,6 +98,15 @@ def _check_sizes(config: OnlineConfig) -> None:
         f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as {nearest}; or say batches"
     )
     require(episodes % config.batch_size == 0, "total_episodes", episodes, right + " instead")
+
+
+def _check_trained(config: OnlineConfig) -> None:
+    """Refuse to choose among prompts that cannot be told apart, or that are not there."""
+    most, size = config.trained_prompts, config.batch_size
+    right = f"must be at most {size}, the prompts of a batch; completions_per_batch says how many are sampled"
+    require(most is None or most <= size, "trained_prompts", most, right)
+    right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
+    require(most is None or config.samples_per_prompt > 1, "trained_prompts", most, right)
 
 
 def _check_evaluation(config: OnlineConfig) -> None:

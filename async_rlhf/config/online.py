@@ -128,6 +128,10 @@ class OnlineConfig(TrainingConfig):
     """N, optimiser steps per epoch over a batch."""
     num_epochs: int = key(1, at_least(1))
     """T, epochs over each batch."""
+    trained_prompts: int | None = key(None, at_least(1))
+    """Prompts of each batch that are trained on, null for all. With fewer than are sampled, those whose completions all
+    have the same reward, which teach nothing, are left out first (dynamic sampling: DAPO, arXiv 2503.14476), then the
+    last ones of the batch. `signal/prompts` in the log is the share of prompts whose rewards differ."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
     """ "adamw" in float32, 8 bytes a parameter for its moments; "adamw_8bit" holds them in 2 bytes (bitsandbytes), and
     "paged_adamw_8bit" in the host's memory where a GPU is full; "adafactor" holds one number for each row and column;

@@ -122,8 +122,8 @@ class ParallelConfig(Checked):
         require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
 
     def require_size(self, parameters: int, rounded: bool) -> None:
-        """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer to
-        the end of a pass, so that in 16 bits each rank holds all of the model after all.
+        """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer
+        to the end of a pass, so that in 16 bits each rank holds all of the model after all.
         """
         told = f"{parameters / 1e9:.1f} billion parameters in 16 bits: zero3 would hold a copy of all on each rank"
         fits = self.strategy != "zero3" or not rounded or parameters <= _LARGEST_IN_ZERO3
@@ -131,7 +131,8 @@ class ParallelConfig(Checked):
 
     def require_format(self, checkpoints: str) -> None:
         """Require a format of checkpoints that the strategy has."""
-        right = f'must be "whole" with parallel.strategy "{self.strategy}": DeepSpeed lays out the optimiser its own way'
+        right = f'must be "whole" with parallel.strategy "{self.strategy}"'
+        right += ": DeepSpeed lays out the optimiser its own way"
         zero = self.ranks > 1 and self.strategy.startswith("zero")
         require(not zero or checkpoints == "whole", "checkpoint_format", checkpoints, right)
 

@@ -98,8 +98,8 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     save_steps: int = key(0, at_least(0), role="place")
     """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
     checkpoint_format: Literal["whole", "sharded"] = key("whole", role="speed")
-    """ "whole" gathers a checkpoint on the first rank; "sharded" has each rank write its own part, beside training. ZeRO
-    has only "whole"."""
+    """ "whole" gathers a checkpoint on the first rank; "sharded" has each rank write its own part, beside training.
+    ZeRO has only "whole"."""
     seed: int = key(0, *SEED, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
 
@@ -125,7 +125,8 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
         steps = math.ceil(self.num_epochs * self.steps_per_epoch(rows))
         same = (
             *("max_tokens_per_pass", "learning_rate", "lr_scheduler_type", "weight_decay", "bf16", "report_to"),
-            *("gradient_checkpointing", "save_steps", "seed", "device", "parallel", "trust_remote_code", "checkpoint_format"),
+            *("gradient_checkpointing", "save_steps", "seed", "device", "parallel", "trust_remote_code"),
+            "checkpoint_format",
         )
         by_tokens = self.max_tokens_per_pass is not None
         return OnlineConfig(

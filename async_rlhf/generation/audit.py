@@ -182,7 +182,7 @@ def steps_of(config: OnlineConfig, trained_per_prompt: int, ranks: int, device: 
         return generation.mismatch_steps
     own = config.staleness == 0 and generation.dtype == "float32" and config.lora.rank == 0
     loaded = 0 if own or config.placement == "inline" else getattr(torch, generation.dtype).itemsize
-    rows = config.batch_size * trained_per_prompt * config.num_epochs
+    rows = (config.trained_prompts or config.batch_size) * trained_per_prompt * config.num_epochs
     compared = min(generation.mismatch_samples, config.batch_size * config.samples_per_prompt)
     return steps_for(share(rows, compared, config.max_length, ranks, loaded, device.type))
 

@@ -28,7 +28,6 @@ from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.weights import digests
 
-
 _HASHING = min(8, len(os.sched_getaffinity(0)))
 """Threads that compute checksums while weights are loaded; they hold no lock of Python's meanwhile."""
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 from async_rlhf.algorithms.kl import adapted_coefficient, k1
 from async_rlhf.algorithms.policy import kl_penalties
+from async_rlhf.algorithms.preference import differ
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
@@ -184,13 +185,13 @@ class Learner:
         """Add log-probabilities and values from before the update, then let the algorithm assign credit.
 
         Every rank must call it. Rank 0 alone has the batch; the others get the rows that they compute. A prompt is left
-        out if any of its completions has no reward.
+        out if any of its completions has no reward, and if there are more than ``trained_prompts``.
 
         Returns:
-            On rank 0 the rows to train on, and metrics over all samples of the batch, trained on or not. On the others
-            an experience without rows.
+            On rank 0 the rows to train on, and metrics over all samples of these prompts. On the others an experience
+            without rows.
         """
-        groups, scores_B = _rewarded(scored)
+        groups, scores_B, signal = _chosen(scored, self.config.trained_prompts)
         experience, parts, deal = _rows(groups, scores_B), list[Tensor](), None
         if self._early is not None:
             found = self._early.of(replace(scored.batch, groups=groups))
@@ -201,13 +202,14 @@ class Learner:
                     parts = self._annotating.split(experience.lengths_B, ranks=self.ranks.count)
                     deal = self._deal("annotating", experience, parts, _SEEN)
                 experience = self._add(experience, parts, deal, compute)
-        return self._credited(experience) if len(experience) else (experience, {})
+        credited, metrics = self._credited(experience) if len(experience) else (experience, {})
+        return credited, metrics | signal
 
     def begin(self, index: int, first: int, groups: Sequence[Group]) -> None:
         """Say that a part of a batch has been sampled, from its prompt number ``first`` on: a reference policy that
-        computes apart takes the batch up once it is whole. From any thread of rank 0.
+        computes apart takes the batch up once it is whole, if all of it is trained on. From any thread of rank 0.
         """
-        if self._early is not None and index > 0:  # others are held-out answers
+        if self._early is not None and index > 0 and self.config.trained_prompts is None:  # below 1: held-out answers
             self._early.begin(index, first, groups, self.config.batch_size)
 
     def started(self, trace: Trace | None = None) -> AbstractContextManager[None]:
@@ -508,11 +510,20 @@ class Learner:
         return of_digests(fixed)
 
 
-def _rewarded(scored: ScoredBatch) -> tuple[tuple[Group, ...], Tensor]:
-    """Prompts whose completions all have a reward, and the scores of their rows; none on other ranks than 0."""
-    rewarded_P = ~scored.scores_PK.isnan().any(dim=1)
-    groups = zip(scored.batch.groups, rewarded_P.tolist(), strict=True)
-    return tuple(group for group, kept in groups if kept), scored.scores_PK[rewarded_P].flatten()
+def _chosen(scored: ScoredBatch, most: int | None) -> tuple[tuple[Group, ...], Tensor, dict[str, float]]:
+    """The prompts to train on, the scores of their rows, and metrics of the choice; none on other ranks than 0.
+
+    These are the prompts whose completions all have a reward: of more than ``most`` the first whose rewards differ, and
+    if these are too few the first others, all in the order of the batch.
+    """
+    chosen_P = (~scored.scores_PK.isnan().any(dim=1)).nonzero().flatten()
+    signal: dict[str, float] = {}
+    if most is not None and len(chosen_P):
+        differ_P = differ(scored.scores_PK[chosen_P])
+        signal = {"signal/prompts": differ_P.mean().item(), "signal/trained": min(float(differ_P.sum()), most)}
+        chosen_P = chosen_P[differ_P.argsort(descending=True, stable=True)[:most].sort().values]
+    groups = tuple(scored.batch.groups[place] for place in chosen_P.tolist())
+    return groups, scored.scores_PK[chosen_P].flatten(), signal
 
 
 def _rows(groups: Sequence[Group], scores_B: Tensor | None = None) -> Experience:

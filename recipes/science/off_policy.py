@@ -1,6 +1,6 @@
 """Objectives made for samples of another policy, and one made worse: AsymRE, TOPR, best-of-K on ties too.
 
-    async-rlhf train --algorithm recipes/science/off_policy.py:TOPR ...
+async-rlhf train --algorithm recipes/science/off_policy.py:TOPR ...
 """
 
 from __future__ import annotations

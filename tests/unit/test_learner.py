@@ -408,6 +408,48 @@ def test_a_prompt_without_reward_is_left_out(make_policy, tokenizer, prompts, ma
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("algorithm", ["online_dpo", "rloo", "grpo"])
+@pytest.mark.parametrize(
+    ("most", "chosen"), [(3, [1, 3, 4]), (4, [1, 3, 4, 6]), (6, [0, 1, 2, 3, 4, 6]), (8, [0, 1, 2, 3, 4, 5, 6, 7])]
+)
+def test_prompts_whose_rewards_differ_are_trained_on_first(
+    make_policy, tokenizer, prompts, make_args, algorithm, most, chosen
+):
+    """Training on the first of them, and if they are too few on the first others, in the order of the batch."""
+    args = make_args(algorithm=algorithm, samples_per_prompt=2, num_mini_batches=1, per_device_train_batch_size=8)
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    trainers = [
+        OnlineTrainer(
+            make_policy(),
+            replace(args, output_dir=f"{args.output_dir}-{name}", trained_prompts=name),
+            prompts,
+            **options,
+        )
+        for name in (None, most)
+    ]
+    scores_PK = torch.tensor([[1.0, 1], [1, 2], [0, 0], [3, 1], [0, 2], [2, 2], [5, 4], [1, 1]])
+    scored = scored_batch(trainers[0], scores_PK)
+    alone = replace(
+        scored,
+        batch=replace(scored.batch, groups=tuple(scored.batch.groups[i] for i in chosen)),
+        scores_PK=scores_PK[chosen],
+    )
+    expected, expected_metrics = trainers[0].learner.annotate(alone)
+    ours, metrics = trainers[1].learner.annotate(scored)
+    signal = {"signal/prompts": 0.5, "signal/trained": min(most, 4)}
+    assert metrics == expected_metrics | signal
+    for name in ("tokens_BT", "scores_B", "loss_weights_U", "advantages_BT"):
+        if getattr(expected, name) is not None:
+            assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+def test_what_cannot_be_chosen_among_is_refused(make_args):
+    with pytest.raises(ConfigError, match=r"trained_prompts: got 9; must be at most 8, the prompts of a batch"):
+        make_args(per_device_train_batch_size=8, num_mini_batches=1, trained_prompts=9)
+    with pytest.raises(ConfigError, match=r"trained_prompts: got 2; must be null with samples_per_prompt 1"):
+        make_args(algorithm="ppo", samples_per_prompt=1, trained_prompts=2)
+
+
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_a_batch_without_any_reward_changes_nothing(make_policy, tokenizer, prompts, make_args, algorithm):
     calls = []
