@@ -27,7 +27,6 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.commands import serve, workers
 from async_rlhf.commands.evaluate import run_evaluate
-from async_rlhf.commands.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.recipes import RecipesConfig, run_recipes
@@ -71,7 +70,9 @@ from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.strategies.deepspeed import ZeRO
 from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.saving import write_model
+from async_rlhf.rewards.chat import JudgeError
 from async_rlhf.rewards.functions import RewardError
+from async_rlhf.rewards.pairwise import Pair, PairwiseJudge
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.factory import make_generator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,10 +12,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from async_rlhf.commands.evaluation import pairwise
-from async_rlhf.commands.evaluation.pairwise import JudgeError, Pair, PairwiseJudge, verdict
 from async_rlhf.commands.evaluation.statistics import length_controlled_win_rate, win_rate
 from async_rlhf.config import ConfigError, JudgeConfig
+from async_rlhf.rewards import chat
+from async_rlhf.rewards.chat import JudgeError
+from async_rlhf.rewards.pairwise import Pair, PairwiseJudge, verdict
+
+
+def shown_in(text: str) -> list[str]:
+    """The texts that are judged, all but the prompt: those between lines with the mark, as a judge is told."""
+    found = re.search(r"lines that say ([0-9a-f]{16})\.", text)
+    if found is None:  # a question of one's own
+        return text.split("[Answer A]\n")[1].split("\n\nReply")[0].split("\n\n[Answer B]\n")
+    return text.split(f"\n{found[1]}\n")[1::2][1:]
 
 
 class Server:
@@ -36,8 +46,8 @@ class Server:
                 return self.failures.pop(0), {"error": "not now"}
             text = body["messages"][0]["content"]
             self.requests.append(text)
-            first, second = text.split("[Answer A]\n")[1].split("\n\nReply")[0].split("\n\n[Answer B]\n")
-            return 200, {"choices": [{"message": {"content": self.prefer(first, second)}}]}
+            reply = self.prefer(*shown_in(text))
+            return 200, {"choices": [{"message": {"content": reply}}], "model": "m-1", "usage": {"prompt_tokens": 7}}
         finally:
             with self.lock:
                 self.open -= 1
@@ -128,7 +138,7 @@ def test_what_was_said_is_not_asked_again(judge, tmp_path):
 
 def test_failures_are_retried_and_then_named(judge, monkeypatch, tmp_path):
     waits = []
-    monkeypatch.setattr(pairwise, "_wait", lambda stop, seconds: waits.append(seconds))
+    monkeypatch.setattr(chat, "_wait", lambda stop, seconds: waits.append(seconds))
     server = Server(more_o)
     server.failures = [503, 429]
     with serving(server) as url:

@@ -17,7 +17,6 @@ import yaml
 from tiny import PROMPTS, new_args
 
 from async_rlhf import OnlineDPOConfig
-from async_rlhf.commands.evaluation.pairwise import JudgeError, Pair, PairwiseJudge
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerationConfig, JudgeConfig
@@ -26,6 +25,8 @@ from async_rlhf.config.secrets import masked, without_secrets
 from async_rlhf.generation.server_client import check_server
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.models.saving import write_model
+from async_rlhf.rewards.chat import JudgeError
+from async_rlhf.rewards.pairwise import Pair, PairwiseJudge
 from async_rlhf.run.callbacks import training_arguments
 from async_rlhf.run.checkpoint import ResumeState, as_saved
 from async_rlhf.run.config import DataConfig, RunConfig

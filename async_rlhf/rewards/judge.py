@@ -1,0 +1,139 @@
+"""A language model behind an OpenAI-compatible URL as a reward: it gives scores, or compares a prompt's completions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from async_rlhf.config import JudgeConfig
+from async_rlhf.config.base import REQUIRED, Checked, key, require
+from async_rlhf.config.secrets import apart
+from async_rlhf.rewards.chat import MARKED, ChatModel, filled
+from async_rlhf.rewards.pairwise import Pair, PairwiseJudge, read_question
+
+SCORE = f"""Here are a request and an answer to it. How good is the answer: how correct, helpful and clear? Length in \
+itself is no merit. {MARKED}
+
+[Request]
+{{mark}}
+{{prompt}}
+{{mark}}
+
+[Answer]
+{{mark}}
+{{completion}}
+{{mark}}
+
+Reply with a number from {{lowest}} for a useless answer to {{highest}} for one that could not be better, and nothing \
+else."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Judge(Checked):
+    """What a judge says of completions, from 0 to 1. It answers without chance (temperature 0), and each text once.
+
+    Args:
+        url: up to and including the version, such as "http://localhost:8000/v1", without a password.
+        model: the name of the model there.
+        how: "score" asks for a number for each completion; "pairs" for the better one of each two completions of a
+            prompt, in both orders, and the reward is the share of the others that a completion beats, ties half.
+        prompt_file: a question of your own, with {prompt} and {completion} in it, or with {prompt}, {first} and
+            {second} for a verdict of A or B. {mark} is replaced by a word that stands in none of the texts, {lowest}
+            and {highest} by the ends of the scale.
+        lowest: the score that is reward 0.
+        highest: the score that is reward 1.
+        memory: a .jsonl file with what was said, by whom and for how many tokens: it is not asked for again.
+        api_key_variable: the environment variable with the key; it may be unset.
+        concurrency: requests under way at the same time.
+        timeout: seconds for one request.
+        max_retries: how often a failed request is repeated.
+        max_tokens: of a reply.
+    """
+
+    url: str = key(REQUIRED)
+    model: str = key(REQUIRED)
+    how: Literal["score", "pairs"] = "score"
+    prompt_file: str | None = None
+    lowest: float = 1.0
+    highest: float = 10.0
+    memory: str = "judge.jsonl"
+    api_key_variable: str = "OPENAI_API_KEY"
+    concurrency: int = 8
+    timeout: float = 120.0
+    max_retries: int = 5
+    max_tokens: int = 16
+
+    __name__ = "judge"
+
+    def check(self) -> None:
+        require(self.lowest < self.highest, "highest", self.highest, f"must be above lowest ({self.lowest:g})")
+        right = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
+        require(apart(self.url)[1] is None, "url", "a URL with a password", right)
+        _ = self._question, self._config  # an error in them shows before anything is sampled
+
+    @property
+    def by_prompt(self) -> bool:
+        """Whether it may be called with some prompts of a batch: not where it has to tell a prompt's completions from
+        those of the same prompt, drawn again.
+        """
+        return self.how == "score"
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+        """The rewards. A reply without a number of the scale is no reward (NaN); one without a verdict is a tie."""
+        return self._scores(prompts, completions) if self.how == "score" else self._wins(prompts, completions)
+
+    def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        ends = {"lowest": f"{self.lowest:g}", "highest": f"{self.highest:g}"}
+        texts = [
+            filled(self._question, {"prompt": prompt, "completion": completion, **ends})
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        return [self._read(reply) for reply in self._chat.answers(texts)]
+
+    def _read(self, reply: str) -> float:
+        found = _NUMBER.findall(reply)
+        score = float(found[0]) if found else math.nan
+        inside = self.lowest <= score <= self.highest
+        return (score - self.lowest) / (self.highest - self.lowest) if inside else math.nan
+
+    def _wins(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        groups = [[i for i, _ in group] for _, group in groupby(enumerate(prompts), key=lambda each: each[1])]
+        couples = [couple for group in groups for couple in combinations(group, 2)]
+        pairs = [Pair(prompts[i], completions[i], completions[j]) for i, j in couples]
+        outcomes = self._pairwise.outcomes(pairs, None)[0] if pairs else []
+        wins, others = [0.0] * len(prompts), [0] * len(prompts)
+        for (i, j), outcome in zip(couples, outcomes, strict=True):
+            wins[i] += outcome
+            wins[j] += 1 - outcome
+            others[i] += 1
+            others[j] += 1
+        return [won / count if count else 0.5 for won, count in zip(wins, others, strict=True)]
+
+    @cached_property
+    def _config(self) -> JudgeConfig:
+        names = ("url", "model", "api_key_variable", "concurrency", "timeout", "max_retries", "max_tokens")
+        asked = self.prompt_file if self.how == "pairs" else None
+        return JudgeConfig(**{name: getattr(self, name) for name in names}, prompt_file=asked)
+
+    @cached_property
+    def _question(self) -> str:
+        return read_question(self.prompt_file, SCORE, ("prompt", "completion")) if self.how == "score" else ""
+
+    @cached_property
+    def _chat(self) -> ChatModel:
+        return ChatModel(self._config, Path(self.memory))
+
+    @cached_property
+    def _pairwise(self) -> PairwiseJudge:
+        return PairwiseJudge(self._config, Path(self.memory))
+
+
+judge = Judge
+"""``async_rlhf.rewards.judge:judge(url=..., model=...)``; see :class:`Judge`."""

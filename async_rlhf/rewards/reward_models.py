@@ -1,0 +1,184 @@
+"""Reward models that do not share the policy's tokenizer, several together, or behind a URL: they are given texts."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from async_rlhf.config.base import REQUIRED, Checked, above, at_least, key, require
+from async_rlhf.config.secrets import apart, masked
+
+if TYPE_CHECKING:
+    import httpx
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class RewardModels(Checked):
+    """Scores of one or several sequence-classification models with one output, each with its own tokenizer.
+
+    A model whose tokenizer has a chat template gets prompt and completion as a chat, any other one after the other. The
+    models compute in the thread of reward functions: on a CPU or a GPU of their own, beside training.
+
+    Args:
+        models: folders or hub names.
+        how: "mean", "minimum", or "mean_less_deviation": the mean less ``factor`` standard deviations between models.
+        factor: see ``how``.
+        batch_size: texts of a pass.
+        device: such as "cpu" or "cuda:3".
+        trust_remote_code: run Python code that comes with a model.
+    """
+
+    models: list[str] = key(REQUIRED)
+    how: Literal["mean", "minimum", "mean_less_deviation"] = "mean"
+    factor: float = key(1.0, at_least(0))
+    batch_size: int = key(16, at_least(1))
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+    __name__ = "reward_models"
+
+    def check(self) -> None:
+        require(len(self.models) > 0, "models", self.models, "must name one at least")
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+        """The rewards."""
+        import torch
+
+        from async_rlhf.models.forward import score_rows
+
+        found = []
+        for model, tokenizer in self._loaded:
+            rows = [_tokens(tokenizer, *each) for each in zip(prompts, completions, strict=True)]
+            limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            longest = max(map(len, rows))
+            if limit is not None and longest > limit:
+                name = model.config.name_or_path
+                raise ValueError(f"reward model {name!r} reads {limit} tokens, and a text has {longest}")
+            with torch.no_grad():
+                found.append(score_rows(model, rows, self.batch_size).double())
+        return self._together(torch.stack(found)).tolist()
+
+    def _together(self, scores_MR: Any) -> Any:
+        if self.how == "minimum":
+            return scores_MR.amin(dim=0)
+        less = self.factor * scores_MR.std(dim=0, correction=0) if self.how == "mean_less_deviation" else 0.0
+        return scores_MR.mean(dim=0) - less
+
+    @cached_property
+    def _loaded(self) -> list[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+        from async_rlhf.models.loading import load_reward_model, load_tokenizer
+
+        trust = self.trust_remote_code
+        return [
+            (
+                load_reward_model(name, self.device, "reward_models.models", trust=trust),
+                load_tokenizer(name, "reward_models.models", trust=trust),
+            )
+            for name in self.models
+        ]
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[int, ...]:
+    if tokenizer.chat_template is None:
+        return (*tokenizer.encode(prompt + completion), tokenizer.eos_token_id)
+    chat = [*_messages(prompt), {"role": "assistant", "content": completion}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _messages(prompt: str) -> list[Message]:
+    """The messages of a prompt: of one that is a chat, which reward functions see as text, or of a question."""
+    if prompt.startswith("[{"):
+        try:
+            found = ast.literal_eval(prompt)
+        except (ValueError, SyntaxError):
+            found = None
+        if isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found):
+            return found
+    return [{"role": "user", "content": prompt}]
+
+
+@dataclass(frozen=True)
+class RewardServer(Checked):
+    """Scores of a classification server, asked for many texts at a time: vLLM's ``/classify`` (``vllm serve MODEL
+    --runner pooling``), or any that answers {"scores": [...]}.
+
+    Args:
+        url: of the endpoint, such as "http://localhost:8000/classify", without a password.
+        model: the name of the model there.
+        template: the text that is scored.
+        batch_size: texts of a request.
+        concurrency: requests under way at the same time.
+        timeout: seconds for one request.
+        max_retries: how often a failed request is repeated.
+        api_key_variable: the environment variable with the key; it may be unset.
+    """
+
+    url: str = key(REQUIRED)
+    model: str = ""
+    template: str = "{prompt}{completion}"
+    batch_size: int = key(32, at_least(1))
+    concurrency: int = key(8, at_least(1))
+    timeout: float = key(120.0, above(0))
+    max_retries: int = key(5, at_least(0))
+    api_key_variable: str = "OPENAI_API_KEY"
+
+    __name__ = "reward_server"
+    by_prompt = True
+
+    def check(self) -> None:
+        right = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
+        require(apart(self.url)[1] is None, "url", "a URL with a password", right)
+        require("{completion}" in self.template, "template", self.template, "must have {completion} in it")
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+        """The rewards."""
+        from async_rlhf.rewards.chat import placed
+
+        both = zip(prompts, completions, strict=True)
+        texts = [placed(self.template, {"prompt": prompt, "completion": completion}) for prompt, completion in both]
+        parts = [texts[start : start + self.batch_size] for start in range(0, len(texts), self.batch_size)]
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            return [score for scores in pool.map(self._ask, parts) for score in scores]
+
+    def _ask(self, texts: list[str]) -> list[float]:
+        from async_rlhf.rewards.chat import JudgeError, post, told
+
+        answer = post(self._client, self.url, {"model": self.model, "input": texts}, self.max_retries)
+        if isinstance(answer, Exception) or answer.status_code != 200:
+            raise JudgeError(f"reward server {self.url} gave no scores ({told(answer)})")
+        scores = _scores_in(answer)
+        if len(scores) != len(texts):
+            right = f'must be {len(texts)} scores, as {{"data": [{{"probs": [...]}}, ...]}} or {{"scores": [...]}}'
+            raise JudgeError(f"reward server {masked(self.url)} replied {answer.text[:200]!r}; {right}")
+        return scores
+
+    @cached_property
+    def _client(self) -> httpx.Client:
+        import httpx
+
+        value = os.environ.get(self.api_key_variable)
+        return httpx.Client(headers={"Authorization": f"Bearer {value}"} if value else {}, timeout=self.timeout)
+
+
+def _scores_in(answer: httpx.Response) -> list[float]:
+    """The scores of a reply; none of one that cannot be read. Of several classes the last counts."""
+    try:
+        found = answer.json()
+        if "scores" in found:
+            return [float(score) for score in found["scores"]]
+        return [float(one["probs"][-1]) for one in sorted(found["data"], key=lambda one: one["index"])]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+reward_models, reward_server = RewardModels, RewardServer
+"""``async_rlhf.rewards.reward_models:reward_models(models=['a', 'b'])`` and ``...:reward_server(url='...')``."""
