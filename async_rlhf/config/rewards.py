@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, key, require
-from async_rlhf.config.secrets import HIDDEN, is_masked
+from async_rlhf.config.secrets import HIDDEN, apart, is_masked
 
 GOLD_REWARD = "async_rlhf.tasks.docstrings.reward:gold_rewards"
 
@@ -103,14 +103,8 @@ def check_bits(bits: int | None, reward_model: object, copied: bool = False, key
 
 
 @dataclass(frozen=True)
-class JudgeConfig(Checked):
-    """A language model that compares two completions, behind an OpenAI-compatible URL.
-
-    Each pair is shown twice, the second time in the other order; a completion wins when both verdicts name it, and
-    two verdicts that contradict each other count as a tie.
-    """
-
-    _group = "judge."
+class EndpointConfig(Checked):
+    """A model behind a URL."""
 
     url: str | None = key(
         None,
@@ -123,9 +117,6 @@ class JudgeConfig(Checked):
     """URL up to and including the version, such as "http://localhost:8000/v1"; null for no such judge."""
     model: str = ""
     """Name of the model at that URL."""
-    prompt_file: str | None = None
-    """A text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a general
-    question about helpfulness."""
     api_key_variable: str = key("OPENAI_API_KEY", role="place")
     """The environment variable with the key; it may be unset if no key is needed."""
     concurrency: int = key(8, at_least(1), role="speed")
@@ -134,6 +125,28 @@ class JudgeConfig(Checked):
     """Seconds for one request."""
     max_retries: int = key(5, at_least(0), role="speed")
     """How often a failed request is repeated."""
+
+    def require_public(self) -> None:
+        """Require a URL, as an option of a reward function, which is written to run.yml."""
+        place = f"{self._group}url"
+        require(self.url is not None, place, self.url, "must be the URL of a server")
+        right = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
+        require(apart(self.url or "")[1] is None, place, "a URL with a password", right)
+
+
+@dataclass(frozen=True)
+class JudgeConfig(EndpointConfig):
+    """A language model that compares two completions, behind an OpenAI-compatible URL.
+
+    Each pair is shown twice, the second time in the other order; a completion wins when both verdicts name it, and
+    two verdicts that contradict each other count as a tie.
+    """
+
+    _group = "judge."
+
+    prompt_file: str | None = None
+    """A text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a general
+    question about helpfulness. In the place of {mark} comes a word that is in none of the three."""
     max_tokens: int = key(16, at_least(1))
     """Most tokens of a verdict."""
 

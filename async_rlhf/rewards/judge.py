@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from async_rlhf.config import JudgeConfig
-from async_rlhf.config.base import REQUIRED, Checked, key, require
-from async_rlhf.config.secrets import apart
+from async_rlhf.config.base import require
 from async_rlhf.rewards.chat import MARKED, ChatModel, filled
 from async_rlhf.rewards.pairwise import Pair, PairwiseJudge, read_question
 
@@ -36,47 +35,31 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
-class Judge(Checked):
+class Judge(JudgeConfig):
     """What a judge says of completions, from 0 to 1. It answers without chance (temperature 0), and each text once.
 
-    Args:
-        url: up to and including the version, such as "http://localhost:8000/v1", without a password.
-        model: the name of the model there.
-        how: "score" asks for a number for each completion; "pairs" for the better one of each two completions of a
-            prompt, in both orders, and the reward is the share of the others that a completion beats, ties half.
-        prompt_file: a question of your own, with {prompt} and {completion} in it, or with {prompt}, {first} and
-            {second} for a verdict of A or B. {mark} is replaced by a word that stands in none of the texts, {lowest}
-            and {highest} by the ends of the scale.
-        lowest: the score that is reward 0.
-        highest: the score that is reward 1.
-        memory: a .jsonl file with what was said, by whom and for how many tokens: it is not asked for again.
-        api_key_variable: the environment variable with the key; it may be unset.
-        concurrency: requests under way at the same time.
-        timeout: seconds for one request.
-        max_retries: how often a failed request is repeated.
-        max_tokens: of a reply.
+    Its options are those of :class:`~async_rlhf.config.JudgeConfig`, and these. With ``how`` "score", a ``prompt_file``
+    has {prompt} and {completion} in it; {lowest} and {highest} are replaced by the ends of the scale.
     """
 
-    url: str = key(REQUIRED)
-    model: str = key(REQUIRED)
     how: Literal["score", "pairs"] = "score"
-    prompt_file: str | None = None
+    """ "score" asks for a number for each completion; "pairs" for the better one of each two completions of a prompt,
+    in both orders, and the reward is the share of the others that a completion beats, ties half."""
     lowest: float = 1.0
+    """The score that is reward 0."""
     highest: float = 10.0
+    """The score that is reward 1."""
     memory: str = "judge.jsonl"
-    api_key_variable: str = "OPENAI_API_KEY"
-    concurrency: int = 8
-    timeout: float = 120.0
-    max_retries: int = 5
-    max_tokens: int = 16
+    """A file with what was said, by whom and for how many tokens: it is not asked for again."""
 
     __name__ = "judge"
 
     def check(self) -> None:
-        require(self.lowest < self.highest, "highest", self.highest, f"must be above lowest ({self.lowest:g})")
-        right = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
-        require(apart(self.url)[1] is None, "url", "a URL with a password", right)
-        _ = self._question, self._config  # an error in them shows before anything is sampled
+        super().check()
+        self.require_public()
+        require(self.lowest < self.highest, "judge.highest", self.highest, f"must be above lowest ({self.lowest:g})")
+        # An error in a file shows before anything is sampled.
+        _ = self._question if self.how == "score" else self._pairwise
 
     @property
     def by_prompt(self) -> bool:
@@ -117,22 +100,16 @@ class Judge(Checked):
         return [won / count if count else 0.5 for won, count in zip(wins, others, strict=True)]
 
     @cached_property
-    def _config(self) -> JudgeConfig:
-        names = ("url", "model", "api_key_variable", "concurrency", "timeout", "max_retries", "max_tokens")
-        asked = self.prompt_file if self.how == "pairs" else None
-        return JudgeConfig(**{name: getattr(self, name) for name in names}, prompt_file=asked)
-
-    @cached_property
     def _question(self) -> str:
-        return read_question(self.prompt_file, SCORE, ("prompt", "completion")) if self.how == "score" else ""
+        return read_question(self.prompt_file, SCORE, ("prompt", "completion"))
 
     @cached_property
     def _chat(self) -> ChatModel:
-        return ChatModel(self._config, Path(self.memory))
+        return ChatModel(self, Path(self.memory))
 
     @cached_property
     def _pairwise(self) -> PairwiseJudge:
-        return PairwiseJudge(self._config, Path(self.memory))
+        return PairwiseJudge(self, Path(self.memory))
 
 
 judge = Judge

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_rlhf.config.base import REQUIRED, Checked, above, at_least, key, require
-from async_rlhf.config.secrets import apart, masked
+from async_rlhf.config.base import REQUIRED, Checked, at_least, key, require
+from async_rlhf.config.rewards import EndpointConfig
+from async_rlhf.config.secrets import masked
 
 if TYPE_CHECKING:
     import httpx
@@ -26,22 +27,20 @@ class RewardModels(Checked):
 
     A model whose tokenizer has a chat template gets prompt and completion as a chat, any other one after the other. The
     models compute in the thread of reward functions: on a CPU or a GPU of their own, beside training.
-
-    Args:
-        models: folders or hub names.
-        how: "mean", "minimum", or "mean_less_deviation": the mean less ``factor`` standard deviations between models.
-        factor: see ``how``.
-        batch_size: texts of a pass.
-        device: such as "cpu" or "cuda:3".
-        trust_remote_code: run Python code that comes with a model.
     """
 
     models: list[str] = key(REQUIRED)
+    """Folders or hub names."""
     how: Literal["mean", "minimum", "mean_less_deviation"] = "mean"
+    """How several scores make one; the last is the mean less ``factor`` standard deviations between the models."""
     factor: float = key(1.0, at_least(0))
+    """See ``how``."""
     batch_size: int = key(16, at_least(1))
+    """Texts of a pass."""
     device: str = "cpu"
+    """Such as "cpu" or "cuda:3"."""
     trust_remote_code: bool = False
+    """Run Python code that comes with a model."""
 
     __name__ = "reward_models"
 
@@ -107,37 +106,25 @@ def _messages(prompt: str) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class RewardServer(Checked):
+class RewardServer(EndpointConfig):
     """Scores of a classification server, asked for many texts at a time: vLLM's ``/classify`` (``vllm serve MODEL
-    --runner pooling``), or any that answers {"scores": [...]}.
-
-    Args:
-        url: of the endpoint, such as "http://localhost:8000/classify", without a password.
-        model: the name of the model there.
-        template: the text that is scored.
-        batch_size: texts of a request.
-        concurrency: requests under way at the same time.
-        timeout: seconds for one request.
-        max_retries: how often a failed request is repeated.
-        api_key_variable: the environment variable with the key; it may be unset.
+    --runner pooling``), or any that answers {"scores": [...]}; ``url`` is that of the endpoint.
     """
 
-    url: str = key(REQUIRED)
-    model: str = ""
+    _group = "reward_server."
+
     template: str = "{prompt}{completion}"
+    """The text that is scored."""
     batch_size: int = key(32, at_least(1))
-    concurrency: int = key(8, at_least(1))
-    timeout: float = key(120.0, above(0))
-    max_retries: int = key(5, at_least(0))
-    api_key_variable: str = "OPENAI_API_KEY"
+    """Texts of a request."""
 
     __name__ = "reward_server"
     by_prompt = True
 
     def check(self) -> None:
-        right = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
-        require(apart(self.url)[1] is None, "url", "a URL with a password", right)
-        require("{completion}" in self.template, "template", self.template, "must have {completion} in it")
+        self.require_public()
+        right = "must have {completion} in it"
+        require("{completion}" in self.template, "reward_server.template", self.template, right)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
@@ -152,6 +139,7 @@ class RewardServer(Checked):
     def _ask(self, texts: list[str]) -> list[float]:
         from async_rlhf.rewards.chat import JudgeError, post, told
 
+        assert self.url is not None
         answer = post(self._client, self.url, {"model": self.model, "input": texts}, self.max_retries)
         if isinstance(answer, Exception) or answer.status_code != 200:
             raise JudgeError(f"reward server {self.url} gave no scores ({told(answer)})")

@@ -123,16 +123,18 @@ def test_failures_are_retried_then_named_and_nothing_is_lost(make, monkeypatch, 
 
 
 def test_options_that_cannot_be(tmp_path):
-    with pytest.raises(ConfigError, match=r"url: got 'a URL with a password'; must have no user and password in it"):
+    with pytest.raises(
+        ConfigError, match=r"judge.url: got 'a URL with a password'; must have no user and password in it"
+    ):
         load_reward_functions(["async_rlhf.rewards.judge:judge(url='http://me:secret@host/v1', model='m')"])
-    with pytest.raises(ConfigError, match=r"highest: got 1.0; must be above lowest"):
+    with pytest.raises(ConfigError, match=r"judge.highest: got 1.0; must be above lowest"):
         judge(url="http://host/v1", model="m", highest=1.0)
     (tmp_path / "question").write_text("{prompt}")
     with pytest.raises(ConfigError, match=r"judge.prompt_file: .* must have \{completion\} in it"):
         judge(url="http://host/v1", model="m", prompt_file=str(tmp_path / "question"))
     with pytest.raises(ConfigError, match=r"models: got \[\]; must name one at least"):
         reward_models(models=[])
-    with pytest.raises(ConfigError, match=r"template: got 'x'; must have \{completion\} in it"):
+    with pytest.raises(ConfigError, match=r"reward_server.template: got 'x'; must have \{completion\} in it"):
         reward_server(url="http://host", template="x")
 
 
