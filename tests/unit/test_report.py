@@ -481,6 +481,12 @@ RISES = {"objective/scores": lambda i: 0.1 * i}
         ({"policy/importance_capped": 0.2}, "Much is clipped", "20% of the importance weights"),
         ({"policy/entropy_avg": lambda i: 2 - 0.045 * i}, "The policy has become narrow", "nats"),
         ({**RISES, "val/response_length": lambda i: 20 + i}, "Answers grow with the score", "to 58.5 tokens"),
+        (
+            {**RISES, "reward/good": lambda i: 2.0 - 0.01 * (i - 12) ** 2},
+            "The rewards part",
+            "good fell from 1.08 to -5.04; it was highest about batch 12",
+        ),
+        ({**RISES, "reward/good": lambda i: 0.01 * (i - 12) ** 2}, None, ""),
         ({"engine/logprob_difference": 0.1}, "Engine and learner disagree", "0.1 nats"),
         ({"engine/sampling_evidence": lambda i: 3.5 if i == 7 else 0}, "The engine may not draw what it says", "3.5"),
         ({"grad_norm": lambda i: 50.0 if i == 7 else 1.0}, "A gradient stands out", "batch 7 has the norm 50"),

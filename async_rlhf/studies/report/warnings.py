@@ -95,6 +95,10 @@ class _Ends:
     def rises(self) -> bool:
         return self.enough and self.start.rises_to(self.end) > THRESHOLDS.errors
 
+    @property
+    def falls(self) -> bool:
+        return self.enough and self.start.rises_to(self.end) < -THRESHOLDS.errors
+
 
 def _values(rows: Sequence[Mapping[str, float]], key: str) -> list[float]:
     return [row[key] for row in rows if isinstance(row.get(key), (int, float))]
@@ -179,6 +183,15 @@ def _hacking(run: ReadRun) -> Iterator[Warned]:
             f"The {up}, that on held-out prompts fell from {held_out[0]:.3g} to {held_out[-1]:.3g}. The policy learns "
             "the training prompts by heart, or they differ in kind. Use more prompts, or an earlier checkpoint.",
         )
+    for key in dict.fromkeys(key for row in run.rows for key in row if key.startswith("reward/")):
+        if score.rises and (part := _ends(run, key)).falls:
+            name = key.removeprefix("reward/")
+            yield Warned(
+                "The rewards part",
+                f"The {up}, but {name} fell from {part.start:.3g} to {part.end:.3g}; it was highest about batch "
+                f"{_peak(run, key):.0f}. If it says what you want, the policy exploits the others: use an earlier "
+                "checkpoint, give it a larger weight (reward_weights), or stop_at its held-out peak.",
+            )
     if entropy.enough and entropy.start.mean > 0 and entropy.end.mean <= THRESHOLDS.entropy * entropy.start.mean:
         yield Warned(
             "The policy has become narrow",
@@ -193,6 +206,14 @@ def _hacking(run: ReadRun) -> Iterator[Warned]:
             f"The {up}, the length from {length.start:.3g} to {length.end:.3g} tokens. The reward may pay for length: "
             "compare at equal length (async-rlhf evaluate), or set length_penalty.",
         )
+
+
+def _peak(run: ReadRun, key: str) -> float:
+    """The batch about which a metric was highest: in the middle of the best run of logged batches."""
+    rows = [row for row in run.rows if key in row]
+    count = max(2, round(THRESHOLDS.part * len(rows)))
+    best = max(range(len(rows) - count + 1), key=lambda i: fmean(row[key] for row in rows[i : i + count]))
+    return rows[best + count // 2]["batch"]
 
 
 def _engine(run: ReadRun) -> Iterator[Warned]:
