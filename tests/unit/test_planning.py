@@ -454,6 +454,22 @@ def test_seconds_of_the_learner_worked_by_hand():
     assert twice.learn_seconds(2) == pytest.approx((forward + 2 * update * 8 / 6) / 2 + 6 * 2 * 0.5 * 4e9 / 10e9)
 
 
+def test_frozen_models_on_devices_of_their_own_worked_by_hand():
+    """The reference policy has 1e9 parameters, the reward model half of them; the learner keeps the update."""
+    forward = (2e9 + SEEN * 60) * 8 * 4 * 120 / 1e12
+    for count, seconds in ((1, 1.5 * forward), (2, forward)):
+        line = Roofline(PLAIN, replace(SMALL, frozen_devices=count), BATCH)
+        (row,) = line.batches(Split(1, 1))
+        assert row.rewards == pytest.approx(seconds)
+        assert row.learn == pytest.approx(3 * (2e9 + SEEN * 60) * 8 * 2 * 120 / 0.5e12)
+    assert line.learner_bytes(1)[0] == pytest.approx(16e9)  # without theirs
+    assert Roofline(PLAIN, SMALL, BATCH).frozen_seconds() == 0
+    few = replace(PLAIN, memory_gb=2.5)
+    with pytest.raises(DoesNotFitError, match="need 3 GB for their weights, and 1 of model.frozen_devices has 2"):
+        Roofline(few, replace(SMALL, frozen_devices=1), BATCH).frozen_seconds()
+    assert Roofline(few, replace(SMALL, frozen_devices=2), BATCH).frozen_seconds() > 0
+
+
 def test_seconds_of_a_generator_worked_by_hand():
     line = Roofline(PLAIN, SMALL, BATCH)
     token = 2 * 10 * 100 * 2  # bytes of keys and values

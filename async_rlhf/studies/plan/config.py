@@ -140,6 +140,10 @@ class ModelSizeConfig(Checked):
     """Parameters of the reference policy; null for the policy's, 0 for none."""
     reward_parameters: float | None = key(None, at_least(0))
     """Parameters of the reward model; null for the policy's, 0 for none."""
+    frozen_devices: int = key(0, at_least(0), at_most(2, "each of the two models has one"))
+    """Devices besides ``devices`` for reference and reward model, which then compute beside training, as
+    train.reference_device and train.reward_model_device have it: 1 for both, 2 for one each; 0: the learners compute
+    them, when a batch has its turn."""
     value_parameters: float | None = key(None, at_least(0))
     """Parameters of the value model, which is trained as well; null for the policy's if the recipe's algorithm has one,
     else for none."""

@@ -146,13 +146,14 @@ class Roofline:
                 f"{self._room() / 1e9:.0f}"
             )
         moved = self._weights() / (self.hardware.weights_gbs * 1e9)
-        learn = self.learn_seconds(split.learners)
+        learn, rewards = self.learn_seconds(split.learners), self.frozen_seconds()
         requests, evaluate = self._requests(split, generate, moved, room)
         if split.in_turn:
-            return [BatchTimes(requests, learn, publish=0.0, evaluate=evaluate)]
+            return [BatchTimes(requests, learn, publish=0.0, rewards=rewards, evaluate=evaluate)]
         publish = self.publish_seconds(split.learners)
         transfer = self._weights() / (self.hardware.copy_gbs * 1e9)
-        return [BatchTimes(requests, learn, publish, transfer=transfer, evaluate=evaluate, load=moved)]
+        more = {"rewards": rewards, "transfer": transfer, "load": moved}
+        return [BatchTimes(requests, learn, publish, evaluate=evaluate, **more)]
 
     def _requests(
         self, split: Split, share: float, moved: float, room: float
@@ -223,6 +224,23 @@ class Roofline:
         summed *= (prompt + tokens) / (hardware.reduce_gbs * 1e9)
         return prefill + products + attention + steps * each + summed
 
+    def frozen_seconds(self) -> float:
+        """Seconds of reference and reward model on devices of their own; 0 where the learners compute them.
+
+        Raises:
+            DoesNotFitError: a model does not fit into its device.
+        """
+        batch, hardware, count = self.batch, self.hardware, self.model.frozen_devices
+        if count == 0:
+            return 0.0
+        held = (sum if count == 1 else max)(self._judges) * self._frozen_bytes
+        if held > self._room():
+            told = f"{held / 1e9:.0f} GB for their weights, and {count} of model.frozen_devices"
+            raise DoesNotFitError(f"reference and reward model need {told} has {self._room() / 1e9:.0f}")
+        scored = batch.prompts * batch.samples_per_prompt * (batch.prompt_tokens + batch.response_tokens)
+        each = [self._forward(size) * scored / (hardware.tflops * 1e12 * hardware.forward_mfu) for size in self._judges]
+        return sum(each) if count == 1 else max(each)
+
     def learn_seconds(self, learners: int) -> float:
         """Seconds of reward, reference and value model and update with this many learners."""
         batch, hardware, model = self.batch, self.hardware, self.model
@@ -230,7 +248,8 @@ class Roofline:
         peak = hardware.tflops * 1e12 * learners
         scored = batch.prompts * batch.samples_per_prompt * length
         trained = batch.prompts * batch.trained_per_prompt * length * batch.num_epochs
-        judges, trains = sum(map(self._forward, (*self._judges, self._value))), self._forward(self._policy)
+        here = [] if model.frozen_devices else self._judges
+        judges, trains = sum(map(self._forward, (*here, self._value))), self._forward(self._policy)
         trains += self._forward(self._value)
         forward = judges * scored / (peak * hardware.forward_mfu)
         update = (4 if self.recompute(learners) is True else 3) * trains * trained / (peak * hardware.train_mfu)
@@ -273,7 +292,8 @@ class Roofline:
 
     @property
     def _frozen(self) -> float:
-        return sum(self._judges)
+        """Parameters of those on the learners."""
+        return 0.0 if self.model.frozen_devices else sum(self._judges)
 
     @property
     def _value(self) -> float:

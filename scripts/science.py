@@ -1,0 +1,184 @@
+"""The tables of docs/science.md from the scores that its runs were judged by, which are in docs/science.
+
+python scripts/science.py                                             # print every table
+python scripts/science.py keep robustness runs/science/robustness/results.jsonl    # take a sweep's results over
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
+
+DATA = Path(__file__).parents[1] / "docs" / "science"
+PRIMARY = ("online_dpo", "online_dpo, anchored")
+"""What one loses to staleness less what the other does: named in recipes/science/robustness.yml before the runs."""
+
+
+class Judged(NamedTuple):
+    """One run."""
+
+    setting: Mapping[str, str]
+    seed: int
+    kl: float
+    """To the starting model, nats a completion."""
+    scores: tuple[int, ...]
+    """Of each held-out prompt, 0 or 1."""
+
+
+def read(name: str) -> list[Judged]:
+    """The runs of a study."""
+    rows = map(json.loads, (DATA / f"{name}.jsonl").read_text().splitlines())
+    return [Judged(row["setting"], row["seed"], row["kl"], tuple(map(int, row["scores"]))) for row in rows]
+
+
+def keep(name: str, results: Path) -> None:
+    """Write a sweep's results as compact lines, a run each."""
+    lines = []
+    for row in map(json.loads, results.read_text().splitlines()):
+        assert set(row["scores"]) <= {0.0, 1.0}, "only right or wrong answers are kept"
+        scores = "".join(str(int(score)) for score in row["scores"])
+        kl = round(row["kl"]["estimate"], 4)
+        lines.append(json.dumps({"setting": row["setting"], "seed": row["seed"], "kl": kl, "scores": scores}))
+    DATA.mkdir(exist_ok=True)
+    (DATA / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def within(interval: Interval) -> Interval:
+    """An interval of a share that stays between 0 and 1: symmetric in the share's logit, by the delta method."""
+    share = min(max(interval.estimate, 1e-4), 1 - 1e-4)
+    half = (interval.high - interval.low) / 2 / (share * (1 - share))
+    middle = math.log(share / (1 - share))
+    low, high = (1 / (1 + math.exp(-(middle + side * half))) for side in (-1, 1))
+    return Interval(interval.estimate, low, high)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm, 1979), in the order given."""
+    found, largest = [0.0] * len(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
+        found[i] = largest
+    return found
+
+
+Runs = dict[tuple[str, str], dict[tuple[str, int], Judged]]
+"""By algorithm and staleness, by starting model and seed."""
+
+
+def grouped(runs: Sequence[Judged]) -> Runs:
+    """Runs of a study with these axes."""
+    found: Runs = defaultdict(dict)
+    for run in runs:
+        place = run.setting["algorithm"], run.setting["train.staleness"]
+        found[place][run.setting["start"], run.seed] = run
+    return found
+
+
+def lost(groups: Runs, algorithm: str, staleness: str) -> np.ndarray:
+    """(runs, prompts): scores less those of the same start and seed at S = 0."""
+    here, base = groups[algorithm, staleness], groups[algorithm, "0"]
+    return np.array([np.subtract(here[key].scores, base[key].scores) for key in here if key in base])
+
+
+def told(interval: Interval, form: str) -> str:
+    """An interval in the table."""
+    return f"{interval.estimate:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def p_of(means: Sequence[float]) -> float:
+    """Two-sided, of a mean of 0, over runs."""
+    return float(stats.ttest_1samp(means, 0.0).pvalue)
+
+
+def robustness() -> Iterator[str]:
+    """Of each algorithm: accuracy at S = 0, and what larger S change."""
+    groups = grouped(read("robustness"))
+    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
+    ages = sorted({int(age) for _, age in groups} - {0})
+    oldest = str(ages[-1])
+    corrected = holm([p_of(lost(groups, algorithm, oldest).mean(axis=1).tolist()) for algorithm in algorithms])
+    titles = ["algorithm", "S = 0", *(f"S = {age}" for age in ages), "p, Holm", f"KL, S = 0 and {oldest}", "runs"]
+    yield f"| {' | '.join(titles)} |"
+    yield f"| {' | '.join('---' for _ in titles)} |"
+    for algorithm, p in zip(algorithms, corrected, strict=True):
+        base = groups[algorithm, "0"]
+        level = within(crossed_mean_interval([run.scores for run in base.values()]))
+        changes = [crossed_mean_interval(lost(groups, algorithm, str(age)).tolist()) for age in ages]
+        kls = [fmean(run.kl for run in groups[algorithm, age].values()) for age in ("0", oldest)]
+        cells = [algorithm, told(level, ".3f"), *(told(change, "+.3f") for change in changes)]
+        cells += [f"{p:.2g}", f"{kls[0]:.2f}, {kls[1]:.2f}", str(len(base))]
+        yield f"| {' | '.join(cells)} |"
+
+
+def same_time() -> Iterator[str]:
+    """Of each algorithm: accuracy of 128 batches less that of 99 batches at S = 0, which take as long."""
+    groups = grouped(read("robustness"))
+    shorter: dict[str, dict[tuple[str, int], Judged]] = defaultdict(dict)
+    for run in read("robustness_time"):
+        shorter[run.setting["algorithm"]][run.setting["start"], run.seed] = run
+    ages = sorted({int(age) for _, age in groups} - {0})
+    yield f"| algorithm | S = 0, 99 batches | {' | '.join(f'S = {age}' for age in ages)} |"
+    yield f"| --- | --- | {' | '.join('---' for _ in ages)} |"
+    for algorithm, base in shorter.items():
+        level = within(crossed_mean_interval([run.scores for run in base.values()]))
+        changes = []
+        for age in ages:
+            here = groups[algorithm, str(age)]
+            changes.append([np.subtract(here[key].scores, base[key].scores).tolist() for key in base if key in here])
+        cells = [told(crossed_mean_interval(rows), "+.3f") if rows else "" for rows in changes]
+        yield f"| {algorithm} | {told(level, '.3f')} | {' | '.join(cells)} |"
+
+
+def primary() -> Iterator[str]:
+    """The comparison that was named beforehand."""
+    groups = grouped(read("robustness"))
+    first, second = (lost(groups, algorithm, "16").mean(axis=1) for algorithm in PRIMARY)
+    more = mean_interval((first - second).tolist())
+    yield f"{told(more, '+.3f')}, p = {p_of((first - second).tolist()):.1g}, {len(first)} pairs of runs"
+
+
+def rates() -> Iterator[str]:
+    """Accuracy at S = 0 by learning rate."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in read("rates"):
+        found[run.setting["algorithm"]][run.setting["train.learning_rate"]].append(fmean(run.scores))
+    names = list(next(iter(found.values())))
+    yield f"| algorithm | {' | '.join(f'{float(name):.0e}'.replace('e-0', 'e-') for name in names)} |"
+    yield f"| --- | {' | '.join('---' for _ in names)} |"
+    for algorithm, by_rate in found.items():
+        yield f"| {algorithm} | {' | '.join(f'{fmean(by_rate[name]):.3f}' for name in names)} |"
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "rates": rates,
+    "robustness": robustness,
+    "same_time": same_time,
+    "primary": primary,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", metavar="keep NAME RESULTS", help="take results of a sweep over")
+    words = parser.parse_args().what
+    if words:
+        _, name, results = words
+        keep(name, Path(results))
+        return
+    for name, table in TABLES.items():
+        print(f"{name}\n\n" + "\n".join(table()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
