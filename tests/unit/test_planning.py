@@ -465,7 +465,7 @@ def test_frozen_models_on_devices_of_their_own_worked_by_hand():
     assert line.learner_bytes(1)[0] == pytest.approx(16e9)  # without theirs
     assert Roofline(PLAIN, SMALL, BATCH).frozen_seconds() == 0
     few = replace(PLAIN, memory_gb=2.5)
-    with pytest.raises(DoesNotFitError, match="need 3 GB for their weights, and 1 of model.frozen_devices has 2"):
+    with pytest.raises(DoesNotFitError, match=r"need 3 GB for their weights, and 1 of model.frozen_devices has 2"):
         Roofline(few, replace(SMALL, frozen_devices=1), BATCH).frozen_seconds()
     assert Roofline(few, replace(SMALL, frozen_devices=2), BATCH).frozen_seconds() > 0
 
