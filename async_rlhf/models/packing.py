@@ -422,7 +422,7 @@ def _row_by_row(
     for query, key, value in rows:
         mask = _window(query.shape[2], window, query.device)
         found.append(sdpa_attention_forward(module, query, key, value, mask, **options)[0])
-    return torch.cat(found, dim=1)
+    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

@@ -53,14 +53,16 @@ def passes(kind: str) -> Iterator[tuple[str, PreTrainedModel, Callable[[ContextG
     policy, critic, head = made(kind), made(kind, values=True), nn.Linear(32, 1)
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 32)[None])
-    for count in (4, 5):  # packed rows that the ranks divide, and others
-        (tokens_BT, mask_BT), lengths_B = (x[:count] for x in rows()), LENGTHS_B[:count]
+    # A row with fewer tokens than ranks, packed rows that the ranks do not divide, and others.
+    for part in (slice(3, 4), slice(4), slice(5)):
+        lengths_B = LENGTHS_B[part]
+        tokens_BT, mask_BT = (x[part, : lengths_B.max()] for x in rows())
 
         def logprobs(context: ContextGroup, given=(policy, tokens_BT, mask_BT, 0.7, True, head)) -> Tensor:
             output = response_logprobs(*given, context=context)
             return torch.stack([output.logprobs_BT, output.entropies_BT, output.values_BT])
 
-        yield f"log-probabilities of {count}", policy, logprobs
+        yield f"log-probabilities of {len(lengths_B)}", policy, logprobs
     yield "values", critic, lambda context: response_values(critic, tokens_BT, mask_BT, context=context)
     if kind != KINDS[0]:
         return
@@ -108,13 +110,14 @@ TRIED = [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4)]
 
 
 def scored_batch(config: OnlineConfig) -> ScoredBatch:
-    """Completions of many lengths, with scores that differ."""
+    """Completions of many lengths, with scores that differ; in the longest rows only the last rank has any of one."""
     random, groups = np.random.default_rng(0), []
     for number in range(config.batch_size):
-        prompt = Prompt(number, number, tuple(random.integers(1, 60, 5).tolist()))
+        long = number % 3 == 0
+        prompt = Prompt(number, number, tuple(random.integers(1, 60, 36 if long else 5).tolist()))
         answers = []
         for _ in range(config.samples_per_prompt):
-            length = int(random.integers(3, 40))
+            length = int(random.integers(1, 4) if long else random.integers(3, 30))
             tokens, logprobs = random.integers(1, 60, length), -random.random(length)
             answers.append(Sample.answer(prompt.tokens, tokens, logprobs, [0] * length, "length"))
         groups.append(Group(prompt, tuple(answers)))

@@ -96,6 +96,9 @@ def test_generators_take_the_gpus_that_no_rank_uses(monkeypatch):
     ("changes", "message"),
     [
         ({"ranks": 0}, "ranks: got 0; must be at least 1"),
+        ({"ranks": 4, "context_parallel": 3}, "context_parallel: got 3; must divide the 4 ranks (parallel.ranks)"),
+        ({"context_parallel": 2}, "context_parallel: got 2; must divide the 1 ranks"),
+        ({"context_parallel": 0}, "context_parallel: got 0; must be at least 1"),
         ({"strategy": "ddp", "cpu_offload": True}, 'cpu_offload: got True; must be false with strategy "ddp"'),
         ({"strategy": "fsdp", "deepspeed": {"a": 1}}, "deepspeed: got {'a': 1}; must be empty unless strategy"),
         ({"deepspeed": {"gradient_clipping": 1}}, "deepspeed.gradient_clipping: got 1; must be left out"),
