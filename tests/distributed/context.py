@@ -125,6 +125,13 @@ def scored_batch(config: OnlineConfig) -> ScoredBatch:
     return ScoredBatch(Batch(1, 0, tuple(groups), 0.0), scores_PK, {})
 
 
+def weights_of(learner: Learner) -> Numbers:
+    """All of them, whole."""
+    parallel, named = learner.parallel, dict(learner.model.named_parameters())
+    with parallel.gathered(list(named.values())):
+        return {name: parallel.whole(parameter.detach()).clone() for name, parameter in named.items()}
+
+
 def learn(
     name: str, config: OnlineConfig, parallel: Parallel, ranks: Ranks
 ) -> tuple[Numbers, Numbers, dict[str, float]]:
@@ -132,11 +139,11 @@ def learn(
     algorithm, policy = find(name), made("llama")
     value = made("llama", values=True) if algorithm.needs(config).values else None
     learner = Learner(policy, made("llama"), algorithm, config, value, parallel)
-    before = {name: parallel.whole(p.detach()).clone() for name, p in learner.model.named_parameters()}
+    before = weights_of(learner)
     scored = scored_batch(config) if ranks.is_main else ScoredBatch(Batch(1, 0, (), 0.0), torch.zeros(0, 0), {})
     experience, metrics = learner.annotate(scored)
     metrics |= learner.update(experience, 1)
-    moved = {name: parallel.whole(p.detach()) - before[name] for name, p in learner.model.named_parameters()}
+    moved = {name: tensor - before[name] for name, tensor in weights_of(learner).items()}
     known = experience.tensors() if ranks.is_main else {}
     return {name: tensor for name, tensor in known.items() if tensor.is_floating_point()}, moved, metrics
 

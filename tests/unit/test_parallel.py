@@ -6,13 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_config
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.config.parallel import launched_on_host, launched_rank, launched_ranks
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.placement import worker_devices
 from async_rlhf.learner.strategies.choice import from_accelerate
 from async_rlhf.models.rows import dealt
+from async_rlhf.run import build
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -110,6 +113,14 @@ def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         ParallelConfig(**changes)
     assert message in str(caught.value)
+
+
+def test_heads_that_ranks_cannot_divide_are_found_before_a_model_is_loaded(tmp_path, monkeypatch, make_args):
+    monkeypatch.setattr(build, "start_ranks", lambda _: Ranks())
+    tiny_config().save_pretrained(tmp_path / "no weights")
+    args = make_args(total_episodes=96, parallel=ParallelConfig(ranks=3, context_parallel=3))
+    with pytest.raises(ConfigError, match="context_parallel: got 3; must divide the 2 attention heads of the policy"):
+        build.begin(args, str(tmp_path / "no weights"))
 
 
 @pytest.mark.parametrize(
