@@ -81,7 +81,7 @@ def llama(
         num_attention_heads=hidden // 128,
         num_key_value_heads=kv_heads,
         vocab_size=vocabulary,
-        max_position_embeddings=8192,
+        max_position_embeddings=131_072,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
@@ -102,6 +102,7 @@ class Case:
         response: tokens of every completion.
         bf16: under autocast.
         passes: micro-batches of the rank in its optimiser step.
+        context: C, ranks that share each row.
     """
 
     model: PretrainedConfig
@@ -114,6 +115,7 @@ class Case:
     response: int = 1024
     bf16: bool = True
     passes: int = 2
+    context: int = 1
 
     @property
     def layers(self) -> int:
@@ -134,19 +136,20 @@ class Case:
             samples_per_prompt=2,
             bf16=self.bf16,
             gradient_checkpointing=self.checkpointing,
-            parallel=ParallelConfig(strategy=self.strategy, ranks=self.ranks),
+            parallel=ParallelConfig(strategy=self.strategy, ranks=self.ranks, context_parallel=self.context),
             device="cpu",
         )
 
     def batch(self) -> ScoredBatch:
         """Completions for all ranks' passes, all as long as can be."""
-        prompts = max(self.rows * self.passes, self.annotate_rows) * self.ranks // 2
+        prompts = max(self.rows * self.passes, self.annotate_rows) * self.ranks // self.context // 2
         tokens, logprobs = [2] * self.response, np.zeros(self.response, np.float32)
         sample = Sample.answer([1] * self.prompt, tokens, logprobs, np.zeros(self.response, np.int64), "length")
         groups = tuple(Group(Prompt(i, i, (1,) * self.prompt), (sample, sample)) for i in range(prompts))
         return ScoredBatch(Batch(1, 0, groups, 0.0), torch.tensor([[0.0, 1.0]] * prompts), {})
 
 
+LONG: dict[str, Any] = {"rows": 1, "annotate_rows": 1, "prompt": 1072, "response": 130_000}
 CASES = {
     "1.4B, DDP on 4": Case(pythia(), 4, "ddp"),
     "1.4B, DDP on 4, all activations": Case(pythia(), 4, "ddp", checkpointing=False),
@@ -155,6 +158,10 @@ CASES = {
     "8B, FSDP on 8, products kept": Case(llama(), 8, checkpointing="selective"),
     "8B, FSDP on 8, all activations": Case(llama(), 8, checkpointing=False),
     "8B, FSDP on 8, rows of 4,096": Case(llama(), 8, annotate_rows=8, prompt=96, response=4000),
+    "8B, FSDP on 8, rows of 131,072": Case(llama(), 8, **LONG),
+    "8B, FSDP on 8, rows of 131,072 on 2": Case(llama(), 8, **LONG, context=2),
+    "8B, FSDP on 4, rows of 131,072 on 4": Case(llama(), 4, **LONG, context=4),
+    "8B, FSDP on 8, rows of 131,072 on 8": Case(llama(), 8, **LONG, context=8),
     "70B, FSDP on 32": Case(llama(80, 8192, 28_672), 32),
     "70B, FSDP on 64": Case(llama(80, 8192, 28_672), 64),
 }
@@ -287,6 +294,7 @@ def planned(case: Case) -> LearnerMemory:
         feed_forward=case.model.intermediate_size,
         block=case.model.model_type,
         strategy=case.strategy,
+        context_parallel=case.context,
         bf16=case.bf16,
         recompute=case.checkpointing,
     )

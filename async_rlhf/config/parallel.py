@@ -89,6 +89,9 @@ class ParallelConfig(Checked):
     reduce: Literal["every_pass", "once"] = "every_pass"
     """With "fsdp", when gradients are summed over the ranks that share a copy: after each pass, or once for each
     optimiser step, which saves traffic and takes 4 bytes a parameter of the whole model on each rank."""
+    context_parallel: int = key(1, at_least(1))
+    """C, ranks that follow one another and share each row: every one computes a part of its tokens, and in attention a
+    part of the heads (Ulysses). For rows that are too long for one rank; C must divide the ranks and the heads."""
     timeout: float = key(1800.0, above(0), role="speed")
     """Seconds after which a rank that waits for the others gives up."""
     deepspeed: dict[str, Any] = key({})
@@ -113,6 +116,7 @@ class ParallelConfig(Checked):
         size = self.shard_size
         right = f"must divide the {self.ranks} ranks (parallel.ranks)"
         require(size is None or self.ranks % size == 0, "shard_size", size, right)
+        require(self.ranks % self.context_parallel == 0, "context_parallel", self.context_parallel, right)
         right = 'must be true unless strategy is "fsdp"'
         fsdp = self.strategy in ("auto", "fsdp")
         require(fsdp or size is None, "shard_size", size, 'must be null unless strategy is "fsdp"')

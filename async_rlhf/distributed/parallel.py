@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.context import WHOLE
 from async_rlhf.distributed.loss_scale import LossScale
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,6 +43,8 @@ class Parallel:
         self.ranks = ranks or Ranks()
         self.loss_scale: LossScale | None = None
         """Set before :meth:`prepare` to train in float16."""
+        self.context = WHOLE
+        """The ranks that share the rows of a pass with this one; set before a learner is made."""
         self.optimizer: torch.optim.Optimizer
         self._model: nn.Module
         self._parts: Sequence[nn.Module]
@@ -66,6 +69,11 @@ class Parallel:
         return self.ranks.count
 
     @property
+    def groups(self) -> int:
+        """How many passes the ranks compute at a time."""
+        return self.ranks.count // self.context.size
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The trained parameters, in an order independent of ranks and optimiser groups: the index names each."""
         return trainable(self._model)
@@ -84,7 +92,7 @@ class Parallel:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the losses' sum over ranks."""
-        # All strategies average gradients over ranks.
+        # All strategies average gradients over ranks, each of which has that of its own rows, or of its part of them.
         (loss * self._factor).backward()
 
     @property

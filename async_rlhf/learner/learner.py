@@ -23,6 +23,7 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.context import WHOLE
 from async_rlhf.distributed.loss_scale import LossScale
 from async_rlhf.distributed.parallel import ALONE, Parallel, decayed_groups, trainable
 from async_rlhf.learner.monitor import ImportanceRatioStats
@@ -43,7 +44,7 @@ from async_rlhf.models.forward import (
 from async_rlhf.models.frozen_models import frozen, on_device
 from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
-from async_rlhf.models.packing import choose, is_packed
+from async_rlhf.models.packing import choose, is_packed, require_shared
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.scatter import ScatteredBatches, in_one_copy
@@ -108,7 +109,7 @@ class Learner:
             head_in_float32(model)
         self.value = None if value is None else disable_dropout(value)
         wrapper = PolicyAndValueWrapper if policy.can_generate() else RewardWrapper
-        self.model = wrapper(policy, self.value)
+        self.model = wrapper(policy, self.value, self.parallel.context)
         self.fingerprint = self._fingerprint(own_reference)
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
@@ -142,6 +143,8 @@ class Learner:
         on_meta = {name: whole.pop(name) for name, model in list(whole.items()) if is_on_meta(model)}
         pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, self.policy))
         pack(whole)
+        share = partial(require_shared, size=self.parallel.context.size)
+        share({name: model for name, model in whole.items() if not (self._reference_apart and model is reference)})
         for model in (self.policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
@@ -156,7 +159,9 @@ class Learner:
             self.parallel.loss_scale = LossScale()
         self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, own))
         with self.autocast():
-            pack(on_meta, device=self.parallel.device)  # it computes with their weights
+            # They compute with the models' weights.
+            pack(on_meta, device=self.parallel.device)
+            share(on_meta, device=self.parallel.device)
         for model in on_meta.values():
             self.parallel.reshard(model)
 
@@ -199,7 +204,7 @@ class Learner:
         for model_at_hand, compute in self._annotations():
             with model_at_hand:
                 if deal is None:  # only now: "auto" counts the memory that is left beside the model
-                    parts = self._annotating.split(experience.lengths_B, ranks=self.ranks.count)
+                    parts = self._annotating.split(experience.lengths_B, ranks=self.parallel.groups)
                     deal = self._deal("annotating", experience, parts, _SEEN)
                 experience = self._add(experience, parts, deal, compute)
         credited, metrics = self._credited(experience) if len(experience) else (experience, {})
@@ -262,6 +267,7 @@ class Learner:
             lambda number: experience.sizes(parts[number]),
             lambda number: experience.part(parts[number], names),
             told,
+            self.parallel.context.size if ranks is None else 1,
         )
 
     def _credited(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
@@ -331,7 +337,7 @@ class Learner:
         with torch.no_grad():
             for number, part, counts in deal:
                 values = compute({**part, "tokens_BT": part["tokens_BT"].to(device)})
-                if counts:
+                if counts and self.parallel.context.leads:
                     here = {name: tensor.cpu() for name, tensor in values.items()}
                     keep(number, here) if ranks.is_main else found.append((number, here))
         for items in ranks.collect("annotations", found):
@@ -344,12 +350,14 @@ class Learner:
         model = self.policy if self.reference is None else self.reference
         device = None if self._early is None else model.device
         with adapters_off(model) if self.reference is None else nullcontext(), self.autocast(device):
-            output = response_logprobs(model, **rows, temperature=temperature, with_entropies=False)
+            context = WHOLE if self._reference_apart else self.parallel.context
+            output = response_logprobs(model, **rows, temperature=temperature, with_entropies=False, context=context)
         return {"reference_logprobs_BT": output.logprobs_BT}
 
     def _before_update(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         """Log-probabilities and values before the update, each only if the objective needs them."""
         found, head, temperature = {}, self.model.head, self.config.generation.temperature
+        rows = {**rows, "context": self.parallel.context}
         with self.autocast():
             if self.needs.old_logprobs or head is not None:
                 output = response_logprobs(
@@ -368,7 +376,8 @@ class Learner:
         assert self.value is not None
         with self.autocast():
             ends_B = last_sampled(rows.pop("sampled_BT")) + 1
-            return {"end_values_B": end_values(self.policy, self.value, lengths_B=ends_B, **rows)}
+            context = self.parallel.context
+            return {"end_values_B": end_values(self.policy, self.value, lengths_B=ends_B, context=context, **rows)}
 
     def update(self, experience: Experience, batch: int) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps.
@@ -439,7 +448,7 @@ class Learner:
         passes, parts = self._training, list[Tensor]()
         if weight > 0:
             lengths_B = experience.lengths_B[experience.rows_of(units_U)]
-            split = passes.split(lengths_B, experience.rows_per_unit, self.ranks.count)
+            split = passes.split(lengths_B, experience.rows_per_unit, self.parallel.groups)
             parts = [units_U[part_U] for part_U in split]
         told = _Step(weight, experience.rows_per_unit, self._batch_coef)
         return self._deal("mini-batch", experience, parts, told=told)
@@ -464,7 +473,7 @@ class Learner:
                     output = self.parallel.forward(micro_batch.tokens_BT, *how)
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
-            if counts:
+            if counts and self.parallel.context.leads:
                 for name, value in loss.metrics.items():
                     found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
                     loss_sums[name] = found + loss_sums.get(name, 0.0)

@@ -87,6 +87,7 @@ def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, 
         annotate=Pass(0, 0),
         update=Pass(0, 0),
         zero=3 if parallel.is_sharded and not parallel.casts_gathered else 0,
+        context=parallel.context.size,
     )
 
 

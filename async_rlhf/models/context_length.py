@@ -56,7 +56,8 @@ def prompt_cap(models: Mapping[str, Model], key: str, response_length: int, trus
     """
     cap = PROMPT_CAP
     for name, model in models.items():
-        positions, why = _named(model, name, trust) if isinstance(model, str) else _positions(model.config)
+        config = config_of(name, model, trust)
+        positions, why = (None, "") if config is None else _positions(config)
         if positions is not None:
             right = f"must be below {positions}, the positions of {name}{why}, to leave room for a prompt"
             require(response_length < positions, key, response_length, right)
@@ -85,20 +86,20 @@ def _positions(config: PretrainedConfig) -> tuple[int | None, str]:
     return min(short), " in pre-training (longrope: with one longer row in a pass, all rows get other frequencies)"
 
 
-def _named(name: str, key: str, trust: bool) -> tuple[int | None, str]:
-    """The same of a model's folder or hub name, from its configuration alone.
+def config_of(key: str, model: Model, trust: bool) -> PretrainedConfig | None:
+    """The configuration of a model, folder or hub name that errors call ``key``, without its weights.
 
-    None also if that cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
+    None if it cannot be read, as in a folder of adapters: what is wrong shows where the model is loaded.
 
     Raises:
         ConfigError: there is no such folder, or it brings code that is not trusted.
     """
     try:
-        return _positions(from_pretrained(AutoConfig, name, key, trust))
+        return from_pretrained(AutoConfig, model, key, trust) if isinstance(model, str) else model.config
     except ConfigError:
         raise
     except (OSError, ValueError):
-        return None, ""
+        return None
 
 
 def longest_row(model: PreTrainedModel, max_length: int) -> int:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
-from async_rlhf.models.packing import laid_out
+from async_rlhf.models.packing import Layout, laid_out
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import in_shares, pad_rows
 from async_rlhf.types import PolicyOutput
@@ -129,19 +130,12 @@ def over_response_logits(
         (K, N) float32 for the N response tokens.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
-    return _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT)[0]
-
-
-def _over_logits(
-    model: PreTrainedModel,
-    tokens_BT: Tensor,
-    sampled_BT: Tensor,
-    places_N: Tensor,
-    reduce: Reduction,
-    positions_BT: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The numbers (K, N), and the states (N, H) that the head has seen."""
     rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT)
+    return _over_logits(model, rows, places_N, reduce)[0]
+
+
+def _over_logits(model: PreTrainedModel, rows: Layout, places_N: Tensor, reduce: Reduction) -> tuple[Tensor, Tensor]:
+    """The numbers (K, N), and the states (N, H) that the head has seen."""
     with _logits_at(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
         numbers_KN = over_logits(model, reduce, **rows.inputs)
     return numbers_KN, seen[-1]
@@ -155,6 +149,7 @@ def response_logprobs(
     with_entropies: bool = True,
     value_head: nn.Linear | None = None,
     positions_BT: Tensor | None = None,
+    context: ContextGroup = WHOLE,
 ) -> PolicyOutput:
     """Log-probability of each response token, and the entropy of the distribution it was drawn from.
 
@@ -167,22 +162,33 @@ def response_logprobs(
         with_entropies: False skips them and returns zeros.
         value_head: computes values from the states that the model's own head sees.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        context: the ranks that share the rows; all of them get all numbers. The host then waits for the GPU.
 
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
-    places_N = _places(sampled_BT, tokens_BT.device)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context)
+    places_N = _own(rows, _places(sampled_BT, tokens_BT.device))
     reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
-    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT)
+    (logprobs_N, entropies_N), states_NH = _over_logits(model, rows, places_N, reduce)
     values_BT = None
     if value_head is not None:
-        values_BT = _in_rows(_scalars(value_head, states_NH), places_N, tokens_BT)
-    entropies_BT = _in_rows(entropies_N.detach(), places_N, tokens_BT)
-    return PolicyOutput(_in_rows(logprobs_N, places_N, tokens_BT), entropies_BT, values_BT)
+        values_BT = context.joined(_in_rows(_scalars(value_head, states_NH), places_N, tokens_BT))
+    entropies_BT = context.joined(_in_rows(entropies_N.detach(), places_N, tokens_BT))
+    return PolicyOutput(context.joined(_in_rows(logprobs_N, places_N, tokens_BT)), entropies_BT, values_BT)
+
+
+def _own(rows: Layout, places_N: Tensor) -> Tensor:
+    """Those places whose tokens this rank predicts: it has the state at t - 1, whoever has token t."""
+    return places_N[rows.has(places_N - 1)]
 
 
 def response_values(
-    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, positions_BT: Tensor | None = None
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    sampled_BT: Tensor,
+    positions_BT: Tensor | None = None,
+    context: ContextGroup = WHOLE,
 ) -> Tensor:
     """Value of the text before each response token.
 
@@ -192,15 +198,16 @@ def response_values(
         sampled_BT: nonzero at response tokens. The first token of a row cannot be one. Where it is on a GPU, the host
             waits for the GPU to count them; on the CPU it waits for nothing.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        context: the ranks that share the rows; see :func:`response_logprobs`.
 
     Returns:
         (B, T) float32, 0 outside the response.
     """
-    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context)
     hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
-    places_N = _places(sampled_BT, tokens_BT.device)
+    places_N = _own(rows, _places(sampled_BT, tokens_BT.device))
     values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(places_N - 1)])
-    return _in_rows(values_N, places_N, tokens_BT)
+    return context.joined(_in_rows(values_N, places_N, tokens_BT))
 
 
 def end_values(
@@ -209,6 +216,7 @@ def end_values(
     tokens_BT: Tensor,
     lengths_B: Tensor,
     positions_BT: Tensor | None = None,
+    context: ContextGroup = WHOLE,
 ) -> Tensor:
     """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
 
@@ -218,13 +226,23 @@ def end_values(
         tokens_BT: rows of prompt and response, padded on the right.
         lengths_B: real tokens of each row.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        context: the ranks that share the rows; see :func:`response_logprobs`.
     """
     if not isinstance(value, nn.Linear):
-        return reward_scores(value, tokens_BT, lengths_B, positions_BT)
-    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT)
-    with _logits_at(policy, rows.at(_ends(tokens_BT, lengths_B))) as seen:
+        return reward_scores(value, tokens_BT, lengths_B, positions_BT, context)
+    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT, context)
+    ends_B = _ends(tokens_BT, lengths_B)
+    own = rows.has(ends_B)
+    with _logits_at(policy, rows.at(ends_B[own])) as seen:
         policy(**rows.inputs)
-    return _scalars(value, seen[-1])
+    return _of_ends(_scalars(value, seen[-1]), own, context)
+
+
+def _of_ends(own_N: Tensor, own: Tensor | slice, context: ContextGroup) -> Tensor:
+    """(B,): a number of each row, which the rank that has its end has computed."""
+    if isinstance(own, slice):
+        return own_N
+    return context.joined(own_N.new_zeros(own.shape).index_copy(0, own.nonzero().squeeze(1), own_N))
 
 
 def _ends(tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
@@ -248,12 +266,16 @@ class PolicyAndValueWrapper(nn.Module):
     Args:
         policy: any causal language model.
         value: a separate value model, or a head on the policy's states, or None.
+        context: the ranks that share the rows.
     """
 
-    def __init__(self, policy: PreTrainedModel, value: PreTrainedModel | nn.Linear | None = None) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, value: PreTrainedModel | nn.Linear | None = None, context: ContextGroup = WHOLE
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.value = value
+        self.context = context
 
     @property
     def head(self) -> nn.Linear | None:
@@ -269,11 +291,13 @@ class PolicyAndValueWrapper(nn.Module):
         positions_BT: Tensor | None = None,
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
+        context = self.context
         output = response_logprobs(
-            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, self.head, positions_BT
+            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, self.head, positions_BT, context
         )
         if isinstance(self.value, PreTrainedModel):
-            return output._replace(values_BT=response_values(self.value, tokens_BT, sampled_BT, positions_BT))
+            values_BT = response_values(self.value, tokens_BT, sampled_BT, positions_BT, context)
+            return output._replace(values_BT=values_BT)
         return output
 
 
@@ -282,7 +306,7 @@ class RewardWrapper(PolicyAndValueWrapper):
 
     def forward(self, tokens_BT: Tensor, sampled_BT: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
         """See :func:`reward_scores`."""
-        return reward_scores(self.policy, tokens_BT, last_sampled(sampled_BT) + 1)
+        return reward_scores(self.policy, tokens_BT, last_sampled(sampled_BT) + 1, context=self.context)
 
 
 def last_sampled(sampled_BT: Tensor) -> Tensor:
@@ -291,7 +315,11 @@ def last_sampled(sampled_BT: Tensor) -> Tensor:
 
 
 def reward_scores(
-    model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, positions_BT: Tensor | None = None
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    lengths_B: Tensor,
+    positions_BT: Tensor | None = None,
+    context: ContextGroup = WHOLE,
 ) -> Tensor:
     """Score of each row, read at its last real token.
 
@@ -301,13 +329,16 @@ def reward_scores(
         tokens_BT: rows of prompt and response, padded on the right.
         lengths_B: real tokens of each row.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        context: the ranks that share the rows; see :func:`response_logprobs`.
 
     Returns:
         (B,) float32.
     """
-    rows = laid_out(model, tokens_BT, lengths_B, None, positions_BT)
+    rows = laid_out(model, tokens_BT, lengths_B, None, positions_BT, context)
     hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
-    return _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(_ends(tokens_BT, lengths_B))])
+    ends_B = _ends(tokens_BT, lengths_B)
+    own = rows.has(ends_B)
+    return _of_ends(_scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(ends_B[own])]), own, context)
 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, parallel: Parallel = ALONE) -> Tensor:

@@ -94,6 +94,7 @@ class LearnerMemory:
         frozen_bytes: a parameter of the frozen models.
         state_bytes: a parameter of the policy: weight, gradient and moments.
         zero: the stage of DeepSpeed's ZeRO, which gathers float32 and has another copy of what it updates; else 0.
+        context: C, ranks that share the tokens of a pass.
     """
 
     shape: Shape
@@ -107,6 +108,7 @@ class LearnerMemory:
     frozen_bytes: float = 4.0
     state_bytes: float = 16.0
     zero: int = 0
+    context: int = 1
 
     # What lies there all the time
 
@@ -190,9 +192,13 @@ class LearnerMemory:
     def _computing(self) -> str:
         return "float32" if not self.bf16 else "bfloat16" if self._casts_gathered else "autocast"
 
+    def _tokens(self, one: Pass) -> float:
+        """This rank's tokens of a pass."""
+        return one.tokens / self.context
+
     def _states(self, one: Pass) -> float:
         """The residual stream."""
-        return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * one.tokens * self.shape.hidden
+        return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * self._tokens(one) * self.shape.hidden
 
     def block_saved(self) -> float:
         """What one block keeps for its backward pass."""
@@ -208,7 +214,8 @@ class LearnerMemory:
         """So many of each number of the hidden state, of keys, and of the feed-forward layer."""
         hidden, kv, feed_forward = each
         shape = self.shape
-        return self.update.tokens * (hidden * shape.hidden + kv * shape.kv_width + feed_forward * shape.feed_forward)
+        each_token = hidden * shape.hidden + kv * shape.kv_width + feed_forward * shape.feed_forward
+        return self._tokens(self.update) * each_token
 
     def saved(self) -> float:
         """What all blocks keep: everything, or only their inputs and products; and three more states at the end."""
@@ -217,7 +224,8 @@ class LearnerMemory:
 
     def block_passing(self, one: Pass) -> float:
         """What a block holds at once within its feed-forward layer, without gradient: four states, three products."""
-        return 4 * self._states(one) + 3 * (_BFLOAT if self.bf16 else _FLOAT) * one.tokens * self.shape.feed_forward
+        product = (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(one) * self.shape.feed_forward
+        return 4 * self._states(one) + 3 * product
 
     # The backward pass of one block
 
@@ -227,7 +235,7 @@ class LearnerMemory:
         within its feed-forward layer.
         """
         shape, matrix = self.shape, self.shape.hidden * self.shape.feed_forward
-        passed_on = 2 * (_BFLOAT if self.bf16 else _FLOAT) * self.update.tokens * shape.feed_forward
+        passed_on = 2 * (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(self.update) * shape.feed_forward
         casts = self._copies(shape.one_block - matrix)
         if not self.recompute:
             casts = self._copies((shape.layers - 1) * shape.one_block - matrix)
@@ -239,7 +247,7 @@ class LearnerMemory:
     def chunk(self, one: Pass) -> float:
         """Float32 logits of the tokens that the head computes at a time: see models/head.py."""
         rows = max(_LEAST_ROWS, _CHUNK_BYTES // (_FLOAT * self.shape.vocabulary))
-        return _FLOAT * min(one.sampled, rows) * self.shape.vocabulary
+        return _FLOAT * min(one.sampled, self._tokens(one), rows) * self.shape.vocabulary
 
     def head_pass(self, one: Pass) -> float:
         """The head's weights to compute with, and three tensors as large as a chunk: logits, their log-softmax, and

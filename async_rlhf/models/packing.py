@@ -6,6 +6,9 @@ N x N elements, so the model's attention function is called for each row instead
 where PyTorch has a kernel for it (on GPUs, in 16 bits). It gets to know the rows by an argument that transformers hands
 through to it. Layers that are computed again for the backward pass get the same argument again.
 
+Rows that several ranks share (distributed/context.py) take the same way, padded ones too: a model gets this rank's part
+of each, and its attention the whole of it.
+
 A row may have several texts, one after the other, none of which sees another: the conversations of an agent's episode.
 """
 
@@ -13,16 +16,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from async_rlhf.config.base import require
+from async_rlhf.distributed.context import WHOLE, ContextGroup
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +71,26 @@ class PackedRows:
     longest: int
     starts: Tensor
     """Where each begins, and where the last one ends: int32, on the device."""
+    context: ContextGroup = WHOLE
+    """The ranks that share the sequence; its lengths are of all of it."""
+
+
+class Cut(NamedTuple):
+    """Which part of each sequence this rank has."""
+
+    longest: int
+    """Of the sequences before they were cut."""
+    first: int
+    length: int
+
+    def has(self, places_N: Tensor) -> Tensor:
+        """Which of these places of the flattened sequences are in it."""
+        column_N = places_N % self.longest
+        return (self.first <= column_N) & (column_N < self.first + self.length)
+
+    def at(self, places_N: Tensor) -> Tensor:
+        """Where those that are in it are in the flattened parts."""
+        return places_N // self.longest * self.length + places_N % self.longest - self.first
 
 
 class Layout(NamedTuple):
@@ -76,9 +102,19 @@ class Layout(NamedTuple):
     """Where each text begins in the flattened rows; None if the model gets the rows as they are."""
     shifts_S: Tensor | None = None
     """How much earlier it begins in what the model gets."""
+    cut: Cut | None = None
+    """This rank's part, if ranks share the rows."""
 
     def at(self, places_N: Tensor) -> Tensor:
         """Where places of the flattened rows (B, T) are in the model's flattened hidden states."""
+        places_N = self._whole(places_N)
+        return places_N if self.cut is None else self.cut.at(places_N)
+
+    def has(self, places_N: Tensor) -> Tensor | slice:
+        """Which of these places this rank has; all, if ranks do not share the rows, and else the host waits."""
+        return slice(None) if self.cut is None else self.cut.has(self._whole(places_N))
+
+    def _whole(self, places_N: Tensor) -> Tensor:
         if self.starts_S is None or self.shifts_S is None:
             return places_N
         return places_N - self.shifts_S[torch.searchsorted(self.starts_S, places_N, right=True) - 1]
@@ -90,6 +126,7 @@ def laid_out(
     lengths_B: Tensor | None,
     mask_BT: Tensor | None,
     positions_BT: Tensor | None = None,
+    context: ContextGroup = WHOLE,
 ) -> Layout:
     """The rows as this model is to get them; see :func:`choose`.
 
@@ -100,7 +137,19 @@ def laid_out(
             depends on nothing that follows.
         mask_BT: may then not be None. Where it is on a GPU, the host waits for it.
         positions_BT: of each token in its text; None if each row is one text.
+        context: the ranks that share the rows. All of them must call it, and then the model.
     """
+    rows = _laid_out(model, tokens_BT, lengths_B, mask_BT, positions_BT)
+    return rows if context.size == 1 else _cut(rows, context)
+
+
+def _laid_out(
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    lengths_B: Tensor | None,
+    mask_BT: Tensor | None,
+    positions_BT: Tensor | None,
+) -> Layout:
     if not is_packed(model) and positions_BT is None:
         return Layout({"input_ids": tokens_BT, "use_cache": False})
     if lengths_B is None:
@@ -146,6 +195,36 @@ def _packed(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Layout:
     return Layout(inputs, starts_S.to(device, non_blocking=True), shifts_S.to(device, non_blocking=True))
 
 
+def _cut(rows: Layout, context: ContextGroup) -> Layout:
+    """This rank's part of each sequence, all of which are as long: what is added at the end is a text of its own, or
+    padding.
+    """
+    tokens_BT = rows.inputs["input_ids"]
+    longest, device = tokens_BT.shape[1], tokens_BT.device
+    length = -(-longest // context.size)
+    first, added = context.rank * length, length * context.size - longest
+    positions_BT = rows.inputs.get("position_ids", torch.arange(longest, device=device)[None])
+    packed = rows.inputs.get("packed_rows")
+    if packed is None:
+        whole = longest + added
+        packed = PackedRows([whole], whole, torch.arange(0, whole + 1, whole, dtype=torch.int32, device=device))
+    elif added:
+        starts = F.pad(packed.starts, (0, 1), value=longest + added)
+        packed = PackedRows([*packed.lengths, added], max(packed.longest, added), starts)
+
+    def mine(numbers_BT: Tensor) -> Tensor:
+        return F.pad(numbers_BT, (0, added))[:, first : first + length]
+
+    inputs = {
+        **rows.inputs,
+        "input_ids": mine(tokens_BT),
+        "position_ids": mine(positions_BT),
+        "attention_mask": torch.empty(1, 1, 0, 0, device=device),
+        "packed_rows": replace(packed, context=context),
+    }
+    return rows._replace(inputs=inputs, cut=Cut(longest, first, length))
+
+
 def is_packed(model: PreTrainedModel) -> bool:
     """Whether the model gets its rows packed."""
     return getattr(model, _MARK, False)
@@ -181,6 +260,35 @@ def choose(
         if why is not None:
             logger.info("packing: the rows of the %s are padded: it is a %s, %s", key, type(model).__name__, why)
         setattr(model, _MARK, wanted and why is None)
+
+
+def require_shared(models: dict[str, PreTrainedModel], size: int, device: torch.device | None = None) -> None:
+    """Require that so many ranks can share the rows of each model. With sharded weights every rank must call it, under
+    autocast if there is any.
+
+    Args:
+        models: by what messages call them.
+        size: C, ranks of a group.
+        device: where they compute; None for where their weights are.
+
+    Raises:
+        ConfigError: their heads cannot be divided, or their attention cannot be replaced; see :func:`obstacle`.
+    """
+    for name, model in models.items() if size > 1 else ():
+        require_heads(name, model.config, size)
+        place = model.device if device is None else device
+        why = obstacle(model, place, torch.is_autocast_enabled(place.type))
+        right = f"must be 1: the {name} is a {type(model).__name__}, {why}"
+        require(why is None, "parallel.context_parallel", size, right)
+
+
+def require_heads(name: str, config: PretrainedConfig | None, size: int) -> None:
+    """Require that so many ranks can divide a model's query heads; key and value heads are repeated where needed.
+    Nothing is known of a model without them, or without a configuration.
+    """
+    heads = size if config is None else getattr(config.get_text_config(), "num_attention_heads", size)
+    right = f"must divide the {heads} attention heads of the {name}"
+    require(heads % size == 0, "parallel.context_parallel", size, right)
 
 
 def obstacle(model: PreTrainedModel, device: torch.device | None = None, autocast: bool = False) -> str | None:
@@ -249,14 +357,16 @@ def _attention(
     packed_rows: PackedRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention by PyTorch, and the same for packed rows."""
+    """transformers' attention by PyTorch, and the same for packed rows and for those that ranks share."""
     if packed_rows is None:
         return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
     window = options.pop("sliding_window", None) or None  # some models say 0 for none
     if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
         query_BHTD, key_BHTD, value_BHTD = (part.to(dtype) for part in (query_BHTD, key_BHTD, value_BHTD))
-    if _has_kernel(query_BHTD, value_BHTD):
+    if packed_rows.context.size > 1:
+        return _shared(module, query_BHTD, key_BHTD, value_BHTD, packed_rows, window, **options), None
+    if len(query_BHTD) == 1 and _has_kernel(query_BHTD, value_BHTD):
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
         longest, starts = packed_rows.longest, packed_rows.starts
         out_NHD = varlen_attn(
@@ -276,8 +386,8 @@ def _attention(
     return _row_by_row(module, query_BHTD, key_BHTD, value_BHTD, packed_rows, window, **options), None
 
 
-@torch.compiler.disable  # it would be unrolled
-def _row_by_row(
+@torch.compiler.disable  # nothing is gained: what surrounds the exchange is attention's own kernel
+def _shared(
     module: torch.nn.Module,
     query_BHTD: Tensor,
     key_BHTD: Tensor,
@@ -286,12 +396,33 @@ def _row_by_row(
     window: int | None,
     **options: Any,
 ) -> Tensor:
+    """Attention (B, T / C, H, D) of this rank's part of the sequence: that of its part of the heads, exchanged."""
+    context, whole = packed_rows.context, replace(packed_rows, context=WHOLE)
+    key_BHTD, value_BHTD = context.repeated(key_BHTD), context.repeated(value_BHTD)
+    query_BHTD, key_BHTD, value_BHTD = map(context.exchanged, (query_BHTD, key_BHTD, value_BHTD))
+    options["sliding_window"] = window
+    return context.exchanged(_attention(module, query_BHTD, key_BHTD, value_BHTD, None, whole, **options)[0])
+
+
+@torch.compiler.disable  # it would be unrolled
+def _row_by_row(
+    module: Any,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    packed_rows: PackedRows,
+    window: int | None,
+    **options: Any,
+) -> Tensor:
+    groups = query_BHTD.shape[1] // key_BHTD.shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:  # key heads that ranks repeat have fewer queries
+        module = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
     rows = zip(*(part.split(packed_rows.lengths, dim=2) for part in (query_BHTD, key_BHTD, value_BHTD)), strict=True)
     found = []
     for query, key, value in rows:
         mask = _window(query.shape[2], window, query.device)
         found.append(sdpa_attention_forward(module, query, key, value, mask, **options)[0])
-    return torch.cat(found, dim=1)
+    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

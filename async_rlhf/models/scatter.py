@@ -43,6 +43,7 @@ class ScatteredBatches:
         sizes: the size of each dimension of a pass, by its letter.
         rows: the tensors of a pass; their names end in dimension letters, and are the same for each pass.
         told: what all ranks have to know besides.
+        sharing: C, how many ranks that follow one another get the same pass.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ScatteredBatches:
         sizes: Callable[[int], Mapping[str, int]],
         rows: Callable[[int], dict[str, Tensor]],
         told: Any = None,
+        sharing: int = 1,
     ) -> None:
         self._ranks, self._rows = ranks, rows
         self._sizes: list[Mapping[str, int]] = []
@@ -68,7 +70,8 @@ class ScatteredBatches:
             # The largest first, so that each begins where its type may.
             self._types = dict(sorted(types.items(), key=lambda item: -_sent(item[1]).itemsize))
             passes = len(self._sizes)
-        self._hands = [list(dealt(range(passes), rank, ranks.count)) for rank in range(ranks.count)]
+        groups = ranks.count // sharing
+        self._hands = [list(dealt(range(passes), rank // sharing, groups)) for rank in range(ranks.count)]
 
     def __len__(self) -> int:
         """Passes of each rank."""

@@ -37,7 +37,7 @@ from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models.budget import with_checkpointing
-from async_rlhf.models.context_length import check_positions, length_key, with_prompt_cap
+from async_rlhf.models.context_length import check_positions, config_of, length_key, with_prompt_cap
 from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
@@ -51,6 +51,7 @@ from async_rlhf.models.loading import (
     stop_token_ids,
     tokenizer_for,
 )
+from async_rlhf.models.packing import require_heads
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.rewards.functions import RewardFunction
@@ -182,6 +183,8 @@ def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
     with watch.watching():
         if ranks.is_main:
             refuse_second(Path(config.output_dir))  # early: fingerprints of large models take a while
+        if (size := config.parallel.context_parallel) > 1:
+            require_heads("policy", config_of("model", model, config.trust_remote_code), size)
         return Start(with_prompt_cap(config, model), ranks, watch)
 
 

@@ -87,6 +87,20 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "frozen models apart": ({**ASYNC, "reward_model_device": "cpu", "reference_device": "cpu"}, ["fsdp", "zero3"]),
     "reduced once": ({**ASYNC, "parallel": {"reduce": "once"}}, ["fsdp"]),
     "two copies": ({**ASYNC, "parallel": {"shard_size": 1}}, ["fsdp"]),
+    # Both ranks compute every row, each a part of it and one of two heads; the reward model's rows are whole.
+    "shared rows": ({**ASYNC, "parallel": {"context_parallel": 2}, "save_steps": 2, "total_episodes": 64}, STRATEGIES),
+    "shared rows, by tokens": (
+        {
+            "algorithm": "ppo",
+            "staleness": 1,
+            "shared_trunk": True,
+            "max_grad_norm": 0.0,
+            "max_tokens_per_pass": 150,
+            "lora": 2,
+            "parallel": {"context_parallel": 2},
+        },
+        ["fsdp"],
+    ),
     "kept whole": ({**ASYNC, "parallel": {"reshard_after_forward": False}}, ["fsdp"]),
     # The others compute a micro-batch's logits at once; these a few tokens at a time, and again in the backward pass.
     "head in chunks": ({**ASYNC, "head_rows": 5}, ["ddp", "fsdp", "zero2", "zero3"]),
@@ -209,6 +223,9 @@ def resumed(tmp_path_factory, spread) -> Path:
         run_of("dpo", s, folder, resume_from=str(spread / f"dpo-{s}" / "checkpoint-3"), save_steps=0)
         for s in STRATEGIES
     ]
+    for s in CASES["shared rows"][1]:
+        checkpoint = str(spread / f"shared rows-{s}" / "checkpoint-2")
+        runs.append(run_of("shared rows", s, folder, resume_from=checkpoint, save_steps=0))
     for s, other in (("fsdp", "zero3"), ("zero2", "ddp"), ("zero3", "fsdp")):
         checkpoint = str(spread / f"dpo-{other}" / "checkpoint-3")
         again = run_of("dpo", s, folder, resume_from=checkpoint, save_steps=0, resume_anyway=True)
@@ -217,10 +234,10 @@ def resumed(tmp_path_factory, spread) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_is_the_uninterrupted_one(spread, resumed, strategy):
-    whole, rest = spread / f"dpo-{strategy}", resumed / f"dpo-{strategy}"
-    assert metrics_of(rest) == metrics_of(whole)[3:]
+@pytest.mark.parametrize(("case", "strategy"), [(case, s) for case in ("dpo", "shared rows") for s in CASES[case][1]])
+def test_a_resumed_run_is_the_uninterrupted_one(spread, resumed, case, strategy):
+    whole, rest = spread / f"{case}-{strategy}", resumed / f"{case}-{strategy}"
+    assert metrics_of(rest) == metrics_of(whole)[CASES[case][0]["save_steps"] :]
     left, right = weights_of(rest), weights_of(whole)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in right)

@@ -25,7 +25,7 @@ TRAINED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     # 45 rows are 5 batches and 5 rows more: a step with an odd number of passes.
     "sft": (
         ["sft", "--train=texts.jsonl", "--model=policy", "--eval_fraction=0.2", "--weight_decay=0.5"],
-        ("ddp", "fsdp", "zero2"),
+        ("ddp", "fsdp", "zero2", "ddp, shared rows"),
     ),
     "sft by tokens": (
         ["sft", "--train=texts.jsonl", "--model=policy", "--eval_fraction=0.2", "--max_tokens_per_pass=50"],
@@ -35,7 +35,7 @@ TRAINED: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["sft", "--train=texts.jsonl", "--model=policy", "--eval_fraction=0.2", "--lora.rank=2"],
         ("ddp", "fsdp"),
     ),
-    "reward": (["reward", "--train=pairs.jsonl", "--model=policy"], ("ddp", "fsdp", "zero3")),
+    "reward": (["reward", "--train=pairs.jsonl", "--model=policy"], ("ddp", "fsdp", "zero3", "fsdp, shared rows")),
     "reward by tokens": (["reward", "--train=pairs.jsonl", "--model=policy", "--max_tokens_per_pass=60"], ("ddp",)),
     "ratings": (["reward", "--train=rated.jsonl", "--model=policy", "--reference=texts.jsonl"], ("ddp", "fsdp")),
 }
@@ -57,8 +57,9 @@ SHARED = {
 
 def trained(name: str, accumulate: int, strategy: str = "") -> list[str]:
     words, _ = TRAINED[name]
-    chosen = [f"--parallel.strategy={strategy}"] if strategy else []
+    chosen = [f"--parallel.strategy={strategy.split(',')[0]}"] if strategy else []
     chosen += ["--checkpoint_format=sharded"] if (name, strategy) in SHARDED else []
+    chosen += ["--parallel.context_parallel=2"] if "shared" in strategy else []
     size = "--per_device_train_batch_size=4"
     out = f"--output_dir={name}{strategy and '-'}{strategy}"
     return [*words, *COMMON, size, f"--gradient_accumulation_steps={accumulate}", out, *chosen]

@@ -18,6 +18,7 @@ GRID = [
     "8B, FSDP on 4",
     "8B, FSDP on 8, products kept",
     "8B, FSDP on 8, all activations",
+    "8B, FSDP on 4, rows of 131,072 on 4",
     "70B, FSDP on 32",
 ]
 WIDE = CASES["8B, FSDP on 4"].of_depth(4)

@@ -102,13 +102,19 @@ def experience(lengths: list[int]) -> Experience:
     )
 
 
-def deal(ranks: Ranks, whole: Experience, parts: list[torch.Tensor]) -> ScatteredBatches:
+def deal(ranks: Ranks, whole: Experience, parts: list[torch.Tensor], sharing: int = 1) -> ScatteredBatches:
     """On other ranks from nothing at all."""
     if not ranks.is_main:
-        return ScatteredBatches(ranks, "here", 0, lambda n: {}, lambda n: {}, told="nothing")
+        return ScatteredBatches(ranks, "here", 0, lambda n: {}, lambda n: {}, "nothing", sharing)
     return ScatteredBatches(
-        ranks, "here", len(parts), lambda n: whole.sizes(parts[n]), lambda n: whole.part(parts[n]), "all"
+        ranks, "here", len(parts), lambda n: whole.sizes(parts[n]), lambda n: whole.part(parts[n]), "all", sharing
     )
+
+
+def test_ranks_that_share_rows_get_the_same_passes():
+    whole, parts = experience([5] * 5), list(torch.arange(5).split(1))
+    found, _ = on_ranks(6, lambda ranks: [(each.number, each.counts) for each in deal(ranks, whole, parts, 3)])
+    assert found == [[(0, True), (2, True), (4, True)]] * 3 + [[(1, True), (3, True), (0, False)]] * 3
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=14), count=st.integers(1, 4), size=st.integers(1, 3))

@@ -33,7 +33,7 @@ from async_rlhf.models.forward import (
     reward_scores,
 )
 from async_rlhf.models.kernels import compile_blocks
-from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle
+from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle, require_shared
 
 LENGTHS_B = torch.tensor([30, 7, 19, 3, 12])
 PROMPTS_B = torch.tensor([10, 3, 18, 1, 12])
@@ -257,6 +257,23 @@ def test_a_model_that_cannot_is_named_and_gets_padded_rows(case, caplog):
         choose("auto", True, {"policy": model}, False)
     assert f"the rows of the policy are padded: it is a {message}" in caplog.text
     assert not is_packed(model)
+
+
+@pytest.mark.parametrize("case", ["a state-space model", "its own attention", "eager attention"])
+def test_ranks_do_not_share_the_rows_of_a_model_that_cannot(case):
+    config, message = REFUSED[case]
+    config = config()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+    with pytest.raises(ConfigError) as caught:
+        require_shared({"policy": model}, 2)
+    assert f"parallel.context_parallel: got 2; must be 1: the policy is a {message}" in str(caught.value)
+    require_shared({"policy": model}, 1)
+
+
+def test_ranks_that_share_rows_divide_the_attention_heads():
+    with pytest.raises(ConfigError, match="context_parallel: got 3; must divide the 4 attention heads of the policy"):
+        require_shared({"policy": made("llama")}, 3)
+    require_shared({"policy": made("llama")}, 4)
 
 
 def test_sixteen_bits_leave_room_for_rounding_and_not_for_another_computation():

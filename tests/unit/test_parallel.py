@@ -6,13 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import tiny_config
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.config.parallel import launched_on_host, launched_rank, launched_ranks
+from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.placement import worker_devices
 from async_rlhf.learner.strategies.choice import from_accelerate
 from async_rlhf.models.rows import dealt
+from async_rlhf.run import build
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -105,6 +108,9 @@ def test_zero3_is_refused_where_each_rank_would_hold_a_rounded_copy_of_a_large_m
     ("changes", "message"),
     [
         ({"ranks": 0}, "ranks: got 0; must be at least 1"),
+        ({"ranks": 4, "context_parallel": 3}, "context_parallel: got 3; must divide the 4 ranks (parallel.ranks)"),
+        ({"context_parallel": 2}, "context_parallel: got 2; must divide the 1 ranks"),
+        ({"context_parallel": 0}, "context_parallel: got 0; must be at least 1"),
         ({"strategy": "ddp", "cpu_offload": True}, 'cpu_offload: got True; must be false with strategy "ddp"'),
         ({"strategy": "fsdp", "deepspeed": {"a": 1}}, "deepspeed: got {'a': 1}; must be empty unless strategy"),
         ({"deepspeed": {"gradient_clipping": 1}}, "deepspeed.gradient_clipping: got 1; must be left out"),
@@ -116,6 +122,14 @@ def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ConfigError) as caught:
         ParallelConfig(**changes)
     assert message in str(caught.value)
+
+
+def test_heads_that_ranks_cannot_divide_are_found_before_a_model_is_loaded(tmp_path, monkeypatch, make_args):
+    monkeypatch.setattr(build, "start_ranks", lambda _: Ranks())
+    tiny_config().save_pretrained(tmp_path / "no weights")
+    args = make_args(total_episodes=96, parallel=ParallelConfig(ranks=3, context_parallel=3))
+    with pytest.raises(ConfigError, match="context_parallel: got 3; must divide the 2 attention heads of the policy"):
+        build.begin(args, str(tmp_path / "no weights"))
 
 
 @pytest.mark.parametrize(

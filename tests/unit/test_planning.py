@@ -519,6 +519,8 @@ def test_what_does_not_fit_is_refused():
     assert Roofline(replace(PLAIN, memory_gb=19), SMALL, BATCH).batches(Split(1, 2))
     with pytest.raises(DoesNotFitError, match="a learner of 8 needs 20 GB"):
         Roofline(replace(PLAIN, memory_gb=19), replace(SMALL, strategy="ddp"), BATCH).batches(Split(1, 8))
+    with pytest.raises(DoesNotFitError, match=r"3 learners are no groups of 2 \(model.context_parallel\)"):
+        Roofline(PLAIN, replace(SMALL, context_parallel=2), BATCH).batches(Split(1, 3))
     with pytest.raises(
         DoesNotFitError, match="a generator needs 2 GB for weights and more for a completion, and finds 1"
     ):
@@ -578,6 +580,8 @@ def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
         ({"strategy": "zero2"}, {"strategy": "zero1"}),
         ({"strategy": "zero1"}, {"strategy": "ddp"}),
         ({}, {"value_parameters": 8e9}),
+        ({"context_parallel": 4}, {"context_parallel": 2}),
+        ({"context_parallel": 2}, {}),
         ({"recompute": True}, {"recompute": False}),
         ({"reward_parameters": 0.0}, {}),
         ({"learner_bytes": 12.0}, {}),

@@ -7,10 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import Strategy
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.context import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.strategies.ddp import DataParallel
@@ -75,6 +78,12 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     _check(config, parallel)
     if ranks.is_main:
         logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)
+    made = _strategy(config, parallel, ranks, device)
+    made.context = ContextGroup.of(ranks, parallel.context_parallel, parallel.timeout)
+    return made
+
+
+def _strategy(config: OnlineConfig, parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> Parallel:
     if parallel.strategy == "ddp":
         return DataParallel(ranks)
     if parallel.strategy == "fsdp":

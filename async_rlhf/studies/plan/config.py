@@ -157,6 +157,9 @@ class ModelSizeConfig(Checked):
     """Bytes of each gradient number that the learners sum up."""
     strategy: Literal["fsdp", "zero3", "zero2", "zero1", "ddp"] = "fsdp"
     """What learners share, as in train.parallel.strategy. With the first two that is all models."""
+    context_parallel: int = key(1, at_least(1))
+    """Learners that share each row, as in train.parallel.context_parallel: what a pass holds is divided by it. The time
+    of what they exchange is not counted."""
     bf16: bool = True
     """The learner computes in bfloat16, under autocast."""
     activations_gb: float | None = key(None, at_least(0))

@@ -136,6 +136,8 @@ class Roofline:
         if split.generators > self.batch.prompts:
             prompts = self.batch.prompts
             raise DoesNotFitError(f"{split.generators} generators are more than the {prompts} prompts of a batch")
+        if split.learners % (shared := self.model.context_parallel):
+            raise DoesNotFitError(f"{split.learners} learners are no groups of {shared} (model.context_parallel)")
         # In turn, an engine gets the memory that the learner leaves; activations are freed by then.
         held, peak = self.learner_bytes(split.learners)
         room, devices = self._room() - (held if split.in_turn else 0.0), split.tensor_parallel
@@ -368,6 +370,7 @@ class Roofline:
             self._frozen_bytes,
             model.learner_bytes,
             int(model.strategy[4:]) if model.strategy.startswith("zero") else 0,
+            model.context_parallel,
         )
 
 

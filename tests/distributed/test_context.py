@@ -1,0 +1,39 @@
+"""Rows that ranks share by parts of their sequences are computed as by one rank, gradients and all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import finish, launch
+
+pytestmark = pytest.mark.distributed
+
+ROUNDING = 1e-6
+"""float32, relative to the size of what is compared."""
+OF_A_STEP = 3e-5
+"""The weights round what an update adds: it is a hundredth of them."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict[str, list[float]]]:
+    """Two and four of four ranks share rows."""
+    folder = tmp_path_factory.mktemp("context")
+    log = folder / "log"
+    finish(launch([{"folder": str(folder)}], 4, log, Path(__file__).with_name("context.py")), log, 400)
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_numbers_and_gradients_are_those_of_one_rank(found):
+    """Padded and packed, with windows, learned positions and experts, and with fewer key heads than ranks."""
+    assert len(found["passes"]) == 4 * (7 + 4 * 4)
+    assert {case: off for case, off in found["passes"].items() if max(off) > ROUNDING} == {}
+
+
+def test_a_learner_knows_and_does_what_one_rank_does(found):
+    """Two groups of two, and one of four: log-probabilities, values, advantages; how weights move; metrics."""
+    assert len(found["learners"]) == 3 * 4
+    limits = (ROUNDING, OF_A_STEP, ROUNDING)
+    over = {case: off for case, off in found["learners"].items() if any(map(float.__gt__, off, limits))}
+    assert over == {}
