@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.distributed.context import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.budget import (
     CPU_TOKENS,
@@ -179,9 +180,10 @@ def test_limits_that_mean_nothing_are_refused(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
-def memory(model, **changes) -> PassMemory:
-    config = replace(OnlineConfig(), **{"gradient_checkpointing": False, **changes})
-    return PassMemory.of([model], config, Parallel(), with_gradient=True)
+def memory(model, sharing: int = 1, **changes) -> PassMemory:
+    config, parallel = replace(OnlineConfig(), **{"gradient_checkpointing": False, **changes}), Parallel()
+    parallel.context = ContextGroup(sharing)
+    return PassMemory.of([model], config, parallel, with_gradient=True)
 
 
 def test_on_a_cpu_auto_is_what_is_of_use_there_and_the_log_says_so(caplog):
@@ -224,6 +226,7 @@ def test_as_many_tokens_are_taken_as_fit_and_one_at_least():
         tokens = passes.tokens(room)
         assert passes.bytes(tokens) <= room < passes.bytes(tokens + 1)
     assert passes.tokens(-5.0) == 1
+    assert memory(new_policy(), sharing=4).bytes(4 * 100) == passes.bytes(100)  # a part of each row on each rank
     both = PassMemory(passes.models * 2, with_gradient=True)
     assert both.bytes(100) == 2 * passes.bytes(100)
     assert PassMemory(passes.models, with_gradient=False).bytes(1000) < passes.bytes(1000)
