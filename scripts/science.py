@@ -20,7 +20,8 @@ from scipy import stats
 
 from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 
-DATA = Path(__file__).parents[1] / "docs" / "science"
+PAGE = Path(__file__).parents[1] / "docs" / "science.md"
+DATA = PAGE.with_suffix("")
 PRIMARY = ("online_dpo", "online_dpo, anchored")
 """What one loses to staleness less what the other does: named in recipes/science/robustness.yml before the runs."""
 
@@ -168,6 +169,18 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
+def page() -> str:
+    """docs/science.md with each table after the line that names it."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert mark, f"{PAGE} has no place for {name}"
+        assert end, f"{PAGE} has no end of {name}"
+        text = f"{before}{mark}\n" + "\n".join(table()) + f"\n\n{end}{after}"
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", metavar="keep NAME RESULTS", help="take results of a sweep over")
@@ -175,9 +188,7 @@ def main() -> None:
     if words:
         _, name, results = words
         keep(name, Path(results))
-        return
-    for name, table in TABLES.items():
-        print(f"{name}\n\n" + "\n".join(table()) + "\n")
+    PAGE.write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

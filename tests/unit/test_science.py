@@ -1,0 +1,44 @@
+"""The tables of the page on science are those of its data."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rlhf.commands.evaluation.statistics import Interval
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "science.py"
+SPEC = importlib.util.spec_from_file_location("science", SCRIPT)
+science = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(science)
+
+
+def test_the_page_has_the_tables_that_its_data_give():
+    assert science.page() == science.PAGE.read_text(encoding="utf-8"), "python scripts/science.py"
+
+
+def test_every_run_has_judged_the_same_prompts():
+    for name in ("rates", "robustness", "robustness_time"):
+        runs = science.read(name)
+        assert {len(run.scores) for run in runs} == {500}
+        assert {score for run in runs for score in run.scores} == {0, 1}
+        assert len({(*run.setting.items(), run.seed) for run in runs}) == len(runs)
+
+
+def test_intervals_of_shares_stay_within_0_and_1():
+    for share in (0.0, 0.002, 0.5, 0.998, 1.0):
+        found = science.within(Interval(share, share - 0.1, share + 0.1))
+        assert 0 < found.low < found.high < 1
+    found = science.within(Interval(0.5, 0.49, 0.51))
+    assert (found.low, found.high) == (pytest.approx(0.49, abs=1e-5), pytest.approx(0.51, abs=1e-5))
+
+
+def test_p_values_are_corrected_for_their_number():
+    assert science.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert science.holm([0.9, 0.8]) == [1.0, 1.0]
+    rng = np.random.default_rng(0)
+    wrong = sum(min(science.holm(rng.uniform(size=12).tolist())) <= 0.05 for _ in range(4000))
+    assert 0.035 < wrong / 4000 < 0.06
