@@ -379,10 +379,15 @@ class Learner:
             context = self.parallel.context
             return {"end_values_B": end_values(self.policy, self.value, lengths_B=ends_B, context=context, **rows)}
 
-    def update(self, experience: Experience, batch: int) -> dict[str, float]:
+    def update(self, experience: Experience, batch: int, stepped: Sequence[bool] = ()) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps.
 
         Every rank must call it, with what :meth:`annotate` has returned there.
+
+        Args:
+            experience: of the batch.
+            batch: its number.
+            stepped: for each mini-batch, whether a step is taken although it may teach nothing, by momentum alone.
 
         Returns:
             On rank 0, means over all steps.
@@ -394,9 +399,12 @@ class Learner:
         loss_sums: dict[str, Tensor] = {}
         seen = ImportanceRatioStats()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
-        for units_U, weight in self.mini_batches(experience, batch):
+        for number, (units_U, weight) in enumerate(self.mini_batches(experience, batch)):
             deal = self._step(experience, units_U, weight)
-            if len(deal):  # else the optimiser's momentum would move the weights for a mini-batch of ties
+            idle = len(deal) == 0 and any(stepped[number : number + 1])
+            for parameter in self.parallel.trained if idle else ():
+                parameter.grad = torch.zeros_like(parameter)
+            if len(deal) or idle:  # else momentum would move the weights for a mini-batch of ties
                 self._backward(deal, batch, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
                 try:

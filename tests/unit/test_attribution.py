@@ -15,7 +15,7 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.ablation import Removal, distance, reward_parts, without_part
 from async_rlhf.studies.explain.contributions import contributions
-from async_rlhf.studies.explain.explanation import explained
+from async_rlhf.studies.explain.explanation import explained, implied_shares
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, inner, norm
 from async_rlhf.types import Batch, Group
 
@@ -224,6 +224,64 @@ def test_left_out_is_what_a_learner_does_that_never_saw_it(make_policy, tokenize
     found = 1 - inner(update.step_to(update.take_without_momentum(experience)), step) / inner(step, step)
     assert found == pytest.approx(share, abs=1e-4)
     assert abs(share - inner(update.step_to(update.take_without_gradient(1)), step) / inner(step, step)) > 0.02
+
+
+def test_leaving_out_all_of_a_mini_batch_leaves_its_step_to_momentum(make_policy, tokenizer, prompts, make_args):
+    """One pair in each mini-batch. A skipped step would leave out what earlier batches had in it as well."""
+    args = make_args(num_mini_batches=8, per_device_train_batch_size=1, lr_scheduler_type="constant")
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    scored, learner = sampled(trainer), trainer.learner
+    learner.update(learner.annotate(scored)[0], 1)
+    update, experience, after = taken(trainer, scored, batch=2)
+    taught = [weight > 0 for _, weight in learner.mini_batches(experience, 2)]
+    order = [units.tolist() for units, _ in learner.mini_batches(experience, 2)]
+    last = max(number for number, any_weight in enumerate(taught) if any_weight)
+    effect = Removal(update, experience, after, update.step_to(after)).without_units(order[last])
+    update.rewind()
+    learner.update(replace(experience, loss_weights_U=_less(experience, order[last])), 2)
+    skipped = clones(update.policy)
+    learner.optimizer.zero_grad()
+    for parameter in update.policy:
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.step()
+    by_momentum = Removal(update, experience, after, update.step_to(after)).effect(clones(update.policy))
+    assert effect.change == pytest.approx(by_momentum.change, rel=1e-4)
+    assert Removal(update, experience, after, update.step_to(after)).effect(skipped).change > 1.05 * effect.change
+
+
+def _less(experience, units):
+    weights = experience.loss_weights_U.clone()
+    weights[units] = 0.0
+    return weights
+
+
+@pytest.mark.parametrize(("beta", "steps"), [(0.9, 1), (0.9, 4), (0.5, 3)])
+def test_what_momentum_alone_makes_of_history(beta, steps):
+    """Momentum, run for long: with gradients that have nothing in common, and with one gradient always."""
+    torch.manual_seed(0)
+    shares = []
+    for gradients in (torch.randn(200 + steps, 20_000), torch.randn(1, 20_000).expand(200 + steps, -1)):
+        moment, total, mine = torch.zeros(20_000), torch.zeros(20_000), torch.zeros(20_000)
+        for number, gradient in enumerate(gradients):
+            moment = beta * moment + (1 - beta) * gradient
+            if number >= 200:
+                total += moment
+                mine += (1 - beta ** (200 + steps - number)) * gradient
+        shares.append(1 - ((mine @ total) / (total @ total)).item())
+    assert implied_shares(beta, steps) == pytest.approx(shares, abs=0.02)
+
+
+def test_how_much_more_likely_chosen_and_rejected_become(make_policy, tokenizer, prompts, make_args):
+    args = make_args(num_mini_batches=1, per_device_train_batch_size=8, learning_rate=1e-4)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    scored = sampled(trainer)
+    update, experience, after = taken(trainer, scored)
+    account = explained(update, scored, experience, trainer.run.scorer, tokenizer, after, top=0)
+    moved_B = distance(update, experience, after, update.before).logprobs_B
+    counted_U = experience.loss_weights_U > 0
+    wanted = {"chosen": moved_B[0::2][counted_U].mean(), "rejected": moved_B[1::2][counted_U].mean()}
+    assert account["step"]["more_likely_by"] == pytest.approx({k: v.item() for k, v in wanted.items()}, rel=0.05)
+    assert wanted["chosen"] > wanted["rejected"]
 
 
 def test_the_distance_of_policies_is_their_divergence(make_policy, tokenizer, prompts, make_args):

@@ -55,10 +55,13 @@ class Removal:
         self._norm = norm(step)
 
     def without_units(self, units: Sequence[int]) -> Effect:
-        """These units have weight 0. The others keep their credit; the mean is over what is left."""
+        """These units have weight 0. The others keep their credit; the mean is over what is left. Where nothing is left
+        of a mini-batch, its step has a gradient of zero.
+        """
         loss_weights_U = self._experience.loss_weights_U.clone()
         loss_weights_U[list(units)] = 0.0
-        return self.effect(self._update.take(replace(self._experience, loss_weights_U=loss_weights_U)))
+        left = replace(self._experience, loss_weights_U=loss_weights_U)
+        return self.effect(self._update.take(left, as_with=self._experience))
 
     def with_scores(self, scored: ScoredBatch) -> Effect:
         """Other scores, from which credit is assigned anew."""

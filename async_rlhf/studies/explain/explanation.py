@@ -105,8 +105,45 @@ def _step(
         },
         "without_gradient": None
         if size == 0
-        else {**_effect(removal.effect(past)), "share": 1 - inner(update.step_to(anew), step) / size**2},
+        else {
+            **_effect(removal.effect(past)),
+            "share": 1 - inner(update.step_to(anew), step) / size**2,
+            "implied": implied_shares(config.adam_beta1, measured.steps) if "adamw" in config.optimizer else None,
+        },
+        "more_likely_by": _moved(experience, measured),
     }
+
+
+def implied_shares(beta: float, steps: int) -> list[float]:
+    """What momentum alone makes of the share of earlier batches, long after the start of a run: where gradients have
+    nothing in common, and where all are the same.
+
+    With coefficients 1 - beta^k of this update's k-th last gradient in the sum of its steps, and beta (1 - beta^n)
+    beta^k of the k-th gradient before them: of the squares, and of the sums.
+
+    Args:
+        beta: of the optimiser's first moment.
+        steps: n, of the update.
+    """
+    own = [1 - beta**k for k in range(1, steps + 1)]
+    apart = sum(part**2 for part in own)
+    earlier = beta**2 * (1 - beta**steps) ** 2 / (1 - beta**2)
+    return [earlier / (earlier + apart), 1 - sum(own) / steps]
+
+
+def _moved(experience: Experience, measured: Contributions) -> dict[str, float]:
+    """By how many nats the step makes completions more likely, to first order, the mean of those that are trained on."""
+    moves_B = measured.moves_BT.sum(dim=1)
+    seen_B = (measured.seen_U & (experience.loss_weights_U > 0)).repeat_interleave(experience.rows_per_unit)
+    if experience.rows_per_unit == 2:
+        first_B = torch.arange(len(experience)) % 2 == 0
+        kinds = {"chosen": first_B, "rejected": ~first_B}
+    elif experience.advantages_BT is None:
+        kinds = {"trained on": torch.ones_like(seen_B)}
+    else:
+        sums_B = experience.advantages_BT.sum(dim=1)
+        kinds = {"with a positive advantage": sums_B > 0, "with a negative advantage": sums_B < 0}
+    return {name: moves_B[kind_B & seen_B].mean().item() for name, kind_B in kinds.items() if (kind_B & seen_B).any()}
 
 
 class _Row(NamedTuple):

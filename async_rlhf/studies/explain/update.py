@@ -57,10 +57,14 @@ class RepeatableUpdate:
         self.rewind()
         return self.learner.annotate(scored)[0]
 
-    def take(self, experience: Experience) -> list[Tensor]:
-        """Take the update anew with this experience. Returns the policy's weights after it."""
+    def take(self, experience: Experience, as_with: Experience | None = None) -> list[Tensor]:
+        """Take the update anew with this experience, and as many optimiser steps as another one takes, if one is given.
+        Returns the policy's weights after it.
+        """
         self.rewind()
-        self.learner.update(experience, self.batch)
+        learner, like = self.learner, as_with or experience
+        stepped = [weight > 0 for _, weight in learner.mini_batches(like, self.batch)]
+        learner.update(experience, self.batch, stepped)
         return clones(self.policy)
 
     def take_without_gradient(self, steps: int) -> list[Tensor]:
