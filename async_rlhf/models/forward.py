@@ -112,7 +112,12 @@ def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 def over_response_logits(
-    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, reduce: Reduction, positions_BT: Tensor | None = None
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    sampled_BT: Tensor,
+    reduce: Reduction,
+    positions_BT: Tensor | None = None,
+    routes_BTLE: Tensor | None = None,
 ) -> Tensor:
     """Reduce the logits that predict the response tokens, a chunk of tokens at a time.
 
@@ -124,12 +129,13 @@ def over_response_logits(
         reduce: gets the logits (C, V) float32 of some of the N response tokens, and which of ``tokens_BT[sampled_BT]``
             they predict; returns (K, C) float32.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        routes_BTLE: experts that the model's routers are to take; None for their own choice.
 
     Returns:
         (K, N) float32 for the N response tokens.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
-    return _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT)[0]
+    return _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT, routes_BTLE)[0]
 
 
 def _over_logits(
@@ -139,9 +145,10 @@ def _over_logits(
     places_N: Tensor,
     reduce: Reduction,
     positions_BT: Tensor | None,
+    routes_BTLE: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The numbers (K, N), and the states (N, H) that the head has seen."""
-    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, routes_BTLE)
     with _logits_at(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
         numbers_KN = over_logits(model, reduce, **rows.inputs)
     return numbers_KN, seen[-1]
@@ -155,6 +162,7 @@ def response_logprobs(
     with_entropies: bool = True,
     value_head: nn.Linear | None = None,
     positions_BT: Tensor | None = None,
+    routes_BTLE: Tensor | None = None,
 ) -> PolicyOutput:
     """Log-probability of each response token, and the entropy of the distribution it was drawn from.
 
@@ -167,13 +175,15 @@ def response_logprobs(
         with_entropies: False skips them and returns zeros.
         value_head: computes values from the states that the model's own head sees.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        routes_BTLE: experts that the model's routers are to take; None for their own choice.
 
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
     reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
-    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, sampled_BT, places_N, reduce, positions_BT)
+    given = sampled_BT, places_N, reduce, positions_BT, routes_BTLE
+    (logprobs_N, entropies_N), states_NH = _over_logits(model, tokens_BT, *given)
     values_BT = None
     if value_head is not None:
         values_BT = _in_rows(_scalars(value_head, states_NH), places_N, tokens_BT)
@@ -209,6 +219,7 @@ def end_values(
     tokens_BT: Tensor,
     lengths_B: Tensor,
     positions_BT: Tensor | None = None,
+    routes_BTLE: Tensor | None = None,
 ) -> Tensor:
     """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
 
@@ -218,10 +229,11 @@ def end_values(
         tokens_BT: rows of prompt and response, padded on the right.
         lengths_B: real tokens of each row.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        routes_BTLE: experts that the policy's routers are to take; None for their own choice.
     """
     if not isinstance(value, nn.Linear):
         return reward_scores(value, tokens_BT, lengths_B, positions_BT)
-    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT)
+    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT, routes_BTLE)
     with _logits_at(policy, rows.at(_ends(tokens_BT, lengths_B))) as seen:
         policy(**rows.inputs)
     return _scalars(value, seen[-1])
@@ -267,11 +279,11 @@ class PolicyAndValueWrapper(nn.Module):
         temperature: float,
         with_entropies: bool = True,
         positions_BT: Tensor | None = None,
+        routes_BTLE: Tensor | None = None,
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
-        output = response_logprobs(
-            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, self.head, positions_BT
-        )
+        how = temperature, with_entropies, self.head, positions_BT, routes_BTLE
+        output = response_logprobs(self.policy, tokens_BT, sampled_BT, *how)
         if isinstance(self.value, PreTrainedModel):
             return output._replace(values_BT=response_values(self.value, tokens_BT, sampled_BT, positions_BT))
         return output
