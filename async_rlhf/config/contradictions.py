@@ -144,8 +144,6 @@ def _check_router_replay(config: OnlineConfig) -> None:
     generation, supports = config.generation, find(config.generation.engine).supports
     right = f"must be false unless generation.engine is {able('routes')}, which say where each token was sent"
     require("routes" in supports, "router_replay", True, right)
-    right = 'must be false with generation.placement "server", whose answers come without routes'
-    require(config.placement != "server", "router_replay", True, right)
     right = "must be false with generation.in_flight: new weights read all tokens again, and send them elsewhere"
     require(not generation.in_flight, "router_replay", True, right)
     right = "must be false with torch_compile, which would compile a block again for each layer's routes"

@@ -24,7 +24,6 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.models.kernels import blocks
 from async_rlhf.models.loading import from_pretrained
 from async_rlhf.types import RouteShape
 
@@ -73,7 +72,8 @@ def route_shape(config: PretrainedConfig) -> RouteShape:
 def _routers(model: nn.Module) -> Iterator[tuple[int, nn.Module, str, nn.Module]]:
     """The layers that have experts: number, layer, and the router's name in it and the router."""
     names = {name for name, _ in ROUTERS.values()}
-    for number, layer in enumerate(blocks(model)):
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for number, layer in [pair for layers in lists for pair in enumerate(layers)]:  # FSDP gives layers other classes
         for name, module in layer.named_modules():
             if type(module).__name__ in names:
                 yield number, layer, name, module

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import PARAMS, prompts_of, start_engine
 from test_training import mixture
 
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.validate_response import check_completions
+from async_rlhf.generation.vllm_engine import VLLMEngine
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.routing import recorded_routes, replay_routes, route_shape
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.weights import named_weights
+from async_rlhf.types import Prompt
 
 pytestmark = pytest.mark.vllm
 
@@ -66,3 +71,29 @@ def test_log_probabilities_are_the_learners_with_the_same_experts(kind):
     engine.params = replace(engine.params, routes=None)  # an evaluation, of which no routes are kept
     assert all(sample.routes_TLE is None for group in engine.generate(prompts_of(3)) for sample in group)
     engine.probe()
+
+
+def test_on_a_gpu_vllm_itself_returns_them(monkeypatch):
+    """Which takes a model runner that the build for CPUs has not."""
+    options, model = {}, mixture("mixtral")
+    monkeypatch.setattr("vllm.LLM", lambda *_, **given: options.update(given))
+    shape = route_shape(model.config)
+    spec = ModelSpec(type(model), model.config, torch.float32, "cuda:0", max_length=96)
+    engine = VLLMEngine(spec, replace(PARAMS, routes=shape))
+    assert options["enable_return_routed_experts"] is options["enable_prefix_caching"] is True
+    options.clear()
+    VLLMEngine(spec, PARAMS)
+    assert "enable_return_routed_experts" not in options
+    read_TLE = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2) % 4
+    span = SimpleNamespace(version="0", start=0, end=2)
+    logprobs = [{5: SimpleNamespace(logprob=-1.0)}, {6: SimpleNamespace(logprob=-2.0)}]
+    answer = {
+        "index": 0,
+        "token_ids": [5, 6],
+        "logprobs": logprobs,
+        "weight_versions": [span],
+        "finish_reason": "length",
+    }
+    output = SimpleNamespace(outputs=[SimpleNamespace(**answer, routed_experts=read_TLE)])
+    (sample,) = engine._samples(Prompt(0, 0, (7, 8, 9)), output)
+    assert np.array_equal(sample.routes_TLE, shape.whole(read_TLE, 5))
