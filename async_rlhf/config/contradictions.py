@@ -148,9 +148,6 @@ def _check_router_replay(config: OnlineConfig) -> None:
     require(not generation.in_flight, "router_replay", True, right)
     right = "must be false with torch_compile, which would compile a block again for each layer's routes"
     require(not config.torch_compile, "router_replay", True, right)
-    right = "must be true with router_replay: vLLM keeps the routes of a prompt with its cache"
-    cached = "vllm_options" not in supports or generation.vllm.enable_prefix_caching
-    require(cached, "generation.vllm.enable_prefix_caching", False, right)
 
 
 def _check_precision_and_penalty(config: OnlineConfig) -> None:

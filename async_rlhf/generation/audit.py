@@ -356,7 +356,7 @@ def _jumps(policy: PreTrainedModel, params: SamplingParams) -> bool:
     border of a truncated distribution."""
     config = policy.config.get_text_config().to_dict()
     routes = any(value for name, value in config.items() if "expert" in name or "moe" in name)
-    return routes or not params.distribution.whole
+    return (routes and params.routes is None) or not params.distribution.whole
 
 
 def _chosen(number: int, groups: Sequence[Group], samples: int) -> list[Row]:

@@ -266,11 +266,9 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
     parsing = ParseOptions(explicit_schema=_ANSWER, unexpected_field_behavior="ignore")
     try:
         (each,) = read_json(pa.BufferReader(body), reading, parsing)["choices"]
-        names: tuple[Any, ...] = ("weight_versions", "token_ids", ["logprobs", "content"], "routed_experts")
-        choices, spans, tokens, contents, routes = (
-            each.values,
-            *(pc.struct_field(each.values, name) for name in names),
-        )
+        choices, contents = each.values, pc.struct_field(each.values, ["logprobs", "content"])
+        names = ("weight_versions", "token_ids", "routed_experts")
+        spans, tokens, routes = (pc.struct_field(choices, name) for name in names)
         plain = zip(*(pc.struct_field(choices, name).to_pylist() for name in ("index", "finish_reason")), strict=True)
         found = [
             {

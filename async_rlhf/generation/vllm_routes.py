@@ -18,8 +18,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_ro
 
 from async_rlhf.types import RouteShape
 
-_NAME = "async_rlhf_routes"
-
 
 class KeptRoutes:
     """The routes of requests, on the side of the engine.
@@ -67,6 +65,7 @@ class CachedRoutes:
         self._block = self._runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         slots = self._runner.kv_cache_config.num_blocks * self._block
         self._routes_NLE = np.zeros((slots, shape.layers, shape.per_token), shape.dtype)
+        bind_routed_experts_capturer(self._runner.get_model(), self)  # it only calls capture()
 
     def capture(self, layer: int, chosen_NE: Tensor) -> None:
         """Called by each router, with the experts of the tokens of a step."""
@@ -82,21 +81,18 @@ class CachedRoutes:
             RuntimeError: the cache has dropped the first tokens, as it may with a sliding window.
         """
         state = self._runner.requests[request]
-        read, blocks = state.num_tokens - 1, np.array(state.block_ids[0])
-        places_N = np.arange(read)
-        if not blocks[places_N // self._block].all():  # block 0 holds nothing
+        places_N = np.arange(state.num_tokens - 1)
+        blocks_N = np.array(state.block_ids[0])[places_N // self._block]
+        if not blocks_N.all():  # block 0 holds nothing
             raise RuntimeError("router_replay: vLLM's cache has dropped tokens whose routes are needed")
-        return self._routes_NLE[blocks[places_N // self._block] * self._block + places_N % self._block]
+        return self._routes_NLE[blocks_N * self._block + places_N % self._block]
 
 
 def keep_routes(worker: Any, shape: RouteShape) -> None:
     """In vLLM's process: from now on, keep the routes of what is in the cache."""
-    routes = CachedRoutes(worker, shape)
-    bind_routed_experts_capturer(worker.model_runner.get_model(), routes)
-    setattr(worker, _NAME, routes)
+    worker.async_rlhf_routes = CachedRoutes(worker, shape)
 
 
 def routes_of(worker: Any, requests: Sequence[str]) -> list[np.ndarray]:
     """In vLLM's process: the routes of requests that have ended with the last step; see :meth:`CachedRoutes.of`."""
-    routes: CachedRoutes = getattr(worker, _NAME)
-    return [routes.of(request) for request in requests]
+    return [worker.async_rlhf_routes.of(request) for request in requests]

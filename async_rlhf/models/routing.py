@@ -126,21 +126,19 @@ def recorded_routes(model: nn.Module, shape: RouteShape | None) -> Iterator[list
         A list that afterwards has what the routers chose, (N, L, E) in the smallest type, for the tokens one after the
         other; 0 in layers without experts.
     """
-    found: list[Tensor] = []
-    if shape is None:
-        yield found
-        return
-    chosen: dict[int, Tensor] = {}
+    found, chosen = list[Tensor](), dict[int, Tensor]()
 
     def note(number: int, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         chosen[number] = output[2]
 
-    handles = [router.register_forward_hook(partial(note, number)) for number, _, _, router in _routers(model)]
+    routers = [] if shape is None else list(_routers(model))
+    handles = [router.register_forward_hook(partial(note, number)) for number, _, _, router in routers]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
-    none_NE = torch.zeros_like(next(iter(chosen.values())))
-    routes_NLE = torch.stack([chosen.get(number, none_NE) for number in range(shape.layers)], dim=1)
-    found.append(routes_NLE.to(torch.uint8 if shape.dtype == np.uint8 else torch.int16))
+    if shape is not None:
+        none_NE = torch.zeros_like(next(iter(chosen.values())))
+        routes_NLE = torch.stack([chosen.get(number, none_NE) for number in range(shape.layers)], dim=1)
+        found.append(routes_NLE.to(torch.uint8 if shape.dtype == np.uint8 else torch.int16))

@@ -7,12 +7,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import test_episodes
 import torch
+from environments import Echo
 from test_laws import assert_same_run, metrics_of, run_trainer, sequential_oracle
 from tiny import mixture
 
-from async_rlhf.models.routing import route_shape
+from async_rlhf.config.episodes import World
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
+from async_rlhf.generation.episodes.spec import episodes_of
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.validate_response import check_completions
+from async_rlhf.models.routing import recorded_routes, route_shape
 
 ON = {"router_replay": True, "total_episodes": 32}
 
@@ -38,6 +48,28 @@ def test_synchronous_in_a_process_it_equals_inline_bitwise(tokenizer, prompts, m
     inline, process = make_args("inline", **ON), make_args("process", {"placement": "process"}, **ON)
     ours = run_trainer(partial(mixture, "mixtral"), tokenizer, prompts, inline)
     assert_same_run(run_trainer(partial(mixture, "mixtral"), tokenizer, prompts, process), ours)
+
+
+def test_episodes_have_the_routes_of_every_turn(tokenizer, prompts, tmp_path, monkeypatch):
+    """Of prompt, answers and observations those of one pass over the whole; and such runs are exact, too."""
+    policy = partial(mixture, "mixtral")
+    monkeypatch.setattr(test_episodes, "policy_of", policy)
+    args = test_episodes.episode_args(tmp_path, staleness=1, **ON)
+    ours = test_episodes.run_trainer(tokenizer, prompts, args)
+    more = {"stop_token_ids": (256, *test_episodes.STOPS), "routes": route_shape(policy().config)}
+    more["episodes"] = episodes_of(args, World(Echo), tokenizer)
+    assert_same_run(ours, sequential_oracle(policy, tokenizer, prompts, args, rewards=(), **more))
+    params = SamplingParams(2, 0.7, args.generation.response_length, seed=0, **more)
+    drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
+    groups = EpisodeSampler(TransformersEngine(policy(), params)).generate(drawn)
+    check_completions("the engine answered", drawn, groups, params, 258)
+    samples = [sample for group in groups for sample in group]
+    assert sum(sample.metrics["turns"] > 1 for sample in samples) > 4
+    for sample in samples:
+        with torch.no_grad(), recorded_routes(model := policy(), params.routes) as found:
+            model(torch.tensor(sample.tokens[None]))
+        right_TLE, given_TLE = found[0].numpy()[:-1], sample.routes_TLE[:-1]
+        assert (np.sort(given_TLE, axis=-1) == np.sort(right_TLE, axis=-1)).all()
 
 
 def test_the_log_says_that_the_engine_is_nearer(tokenizer, prompts, make_args):

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ConfigError, KLConfig
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.generation.audit import _jumps
 from async_rlhf.generation.episodes.episode import joined
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
@@ -307,6 +308,13 @@ def test_annotating_and_training_take_the_sampled_experts_and_the_reference_its_
     assert learner.update(experience, 1)["grad_norm"] > 0
     found_B = torch.cat([output.logprobs_BT.detach().sum(dim=1) for output in seen])
     torch.testing.assert_close(found_B.sort()[0], right.sum(dim=1).sort()[0], rtol=0, atol=1e-4)
+
+
+def test_rounding_can_move_no_log_probability_by_a_jump_any_more():
+    model = mixture("mixtral")
+    assert _jumps(model, params_of(model, routes=None))
+    assert not _jumps(model, params_of(model))
+    assert _jumps(model, params_of(model, top_p=0.9))
 
 
 def test_a_value_head_reads_states_by_the_sampled_experts():

@@ -68,6 +68,10 @@ def test_log_probabilities_are_the_learners_with_the_same_experts(kind):
     print(f"{kind}: routers that have moved: {before:.4f} without replay, {after:.4f} with it")
     assert after < 0.5 * before
 
+    engine.params = replace(engine.params, samples_per_prompt=1)  # as the turns of an episode are asked for
+    rows = rows_of(engine, 12)
+    assert differences(moved, rows, rows["routes_BTLE"]).max() < 1e-4
+
     engine.params = replace(engine.params, routes=None)  # an evaluation, of which no routes are kept
     assert all(sample.routes_TLE is None for group in engine.generate(prompts_of(3)) for sample in group)
     engine.probe()
