@@ -6,6 +6,7 @@ Dimension letters that end the names of tensors and arrays:
     B  rows of an experience       T  tokens of a row          V  vocabulary
     U  units, rows that belong together (see Experience)
     N  tokens of several rows, one after the other
+    L  layers of a mixture of experts         E  experts of a token in a layer
 
 A *row* is one sample, padded on the right. ``X_BT[i, t]`` always refers to token ``t`` itself: ``logprobs_BT[i, t]``
 is the log-probability of token ``t`` given the tokens before it.
@@ -56,11 +57,36 @@ class Turn(Prompt):
     """See :attr:`Answer.past`: of the answer before this turn."""
 
 
+class RouteShape(NamedTuple):
+    """The sizes of what a mixture's routers choose."""
+
+    layers: int
+    """L, with those that have no experts."""
+    per_token: int
+    """E."""
+    experts: int
+    """Of a layer."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest type whose largest number names no expert: uint8 or uint16."""
+        return np.dtype(np.uint8 if self.experts < 256 else np.uint16)
+
+    def whole(self, routes_TLE: np.ndarray, tokens: int) -> np.ndarray:
+        """(tokens, L, E): these routes, and behind them those of tokens that nobody has read; see
+        :attr:`Sample.routes_TLE`.
+        """
+        whole_TLE = np.full((tokens, self.layers, self.per_token), np.iinfo(self.dtype).max, self.dtype)
+        whole_TLE[: len(routes_TLE)] = routes_TLE
+        return whole_TLE
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One sequence: the prompt, the tokens that the policy drew after it, and any observations in between.
 
-    Every array is (T,), with one element per token. The last token is the stop token when ``finish_reason`` is "stop".
+    Every array but the routes is (T,), with one element per token. The last token is the stop token when
+    ``finish_reason`` is "stop".
     """
 
     tokens: np.ndarray
@@ -81,6 +107,11 @@ class Sample:
     """Of that episode."""
     starts: Sequence[int] = ()
     """Where each conversation of an agent's episode but the first begins: a token sees only those of its own."""
+    routes_TLE: np.ndarray | None = None
+    """uint8, or uint16 with 256 experts or more: the experts to which the sampler's routers sent each token, of the
+    prompt, of observations, and drawn, when it was first read; None without ``router_replay``. The last token of a
+    conversation is drawn and never read: there the largest number of the type stands for none. In layers without
+    experts the numbers mean nothing."""
 
     @classmethod
     def answer(
@@ -90,8 +121,11 @@ class Sample:
         logprobs: Sequence[float] | np.ndarray,
         versions: Sequence[int] | np.ndarray,
         finish_reason: FinishReason,
+        routes_TLE: np.ndarray | None = None,
     ) -> Self:
-        """A sample made of a prompt and one answer; all arguments but ``prompt`` describe the answer."""
+        """A sample made of a prompt and one answer; all arguments but ``prompt`` and the routes, which are of both,
+        describe the answer.
+        """
         before, after = len(prompt), len(tokens)
         return cls(
             tokens=np.concatenate([np.asarray(prompt, dtype=np.int32), np.asarray(tokens, dtype=np.int32)]),
@@ -99,6 +133,7 @@ class Sample:
             logprobs=np.concatenate([np.zeros(before, np.float32), np.asarray(logprobs, dtype=np.float32)]),
             versions=np.concatenate([np.full(before, -1, np.int32), np.asarray(versions, dtype=np.int32)]),
             finish_reason=finish_reason,
+            routes_TLE=routes_TLE,
         )
 
     def __len__(self) -> int:
@@ -223,6 +258,10 @@ class Experience:
     positions_BT: Tensor | None = None
     """Place of each token in what the model sees, which begins anew with each conversation of an agent's episode.
     None if each row is one text."""
+    routes_BTLE: Tensor | None = None
+    """Experts that the sampler's routers chose, as :attr:`Sample.routes_TLE`: uint8, or int16 in place of uint16, whose
+    largest number is then -1. The same number stands for none at padding, where the learner's router chooses. None
+    without ``router_replay``."""
     truncated_B: Tensor | None = None
     """True for rows that did not end by themselves, if the objective asks for this."""
 
@@ -274,7 +313,7 @@ class Experience:
         rows_B, longest = self.rows_of(units_U), self.sizes(units_U)["T"]
 
         def part(name: str, tensor: Tensor) -> Tensor:
-            if name.endswith("_BT"):
+            if name.endswith(("_BT", "_BTLE")):
                 return tensor[:, :longest].index_select(0, rows_B)
             return tensor.index_select(0, units_U if name.endswith("_U") else rows_B)
 
@@ -284,7 +323,8 @@ class Experience:
         """The size of each dimension of :meth:`select`, by its letter."""
         rows_B = self.rows_of(units_U)
         longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
-        return {"U": len(units_U), "B": len(rows_B), "T": longest}
+        sizes = {"U": len(units_U), "B": len(rows_B), "T": longest}
+        return sizes if self.routes_BTLE is None else sizes | dict(zip("LE", self.routes_BTLE.shape[2:], strict=True))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by name."""

@@ -15,8 +15,12 @@ from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     GPTNeoXForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     TrainerCallback,
 )
 
@@ -88,6 +92,20 @@ def widened(model: Model) -> Model:
             if parameter.dim() > 1:
                 parameter.mul_(4)
     return model
+
+
+def mixture(kind: str, seed: int = 0, layers: int = 2, experts: int = 4) -> PreTrainedModel:
+    """A tiny mixture of experts, two for each token: "mixtral", "qwen3_moe", or "qwen3_moe_plain", whose weights of a
+    token's experts do not add up to 1.
+    """
+    torch.manual_seed(seed)
+    sizes = {**LLAMA_SIZES, "num_hidden_layers": layers, "vocab_size": 258, "num_experts_per_tok": 2}
+    sizes |= {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
+    if kind == "mixtral":
+        return widened(MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=experts))).eval()
+    sizes |= {"num_experts": experts, "moe_intermediate_size": 48, "head_dim": 8}
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=kind == "qwen3_moe")
+    return widened(Qwen3MoeForCausalLM(config)).eval()
 
 
 class StopAfter(TrainerCallback):

@@ -43,6 +43,8 @@ def check_together(config: OnlineConfig) -> None:
     require(size is None or config.placement != "inline", "generation.prompts_per_request", size, right)
     _check_evaluation(config)
     _check_generation(config)
+    if config.router_replay:
+        _check_router_replay(config)
     _check_precision_and_penalty(config)
     _check_parallel(config)
     _check_own_devices(config)
@@ -145,6 +147,17 @@ def _check_generation(config: OnlineConfig) -> None:
     require(repeats, "replay_from", config.replay_from, right)
     right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
     require(not in_flight or config.staleness >= 1, "staleness", config.staleness, right)
+
+
+def _check_router_replay(config: OnlineConfig) -> None:
+    """Refuse what brings no routes, or brings more than one for a token."""
+    generation, supports = config.generation, find(config.generation.engine).supports
+    right = f"must be false unless generation.engine is {able('routes')}, which say where each token was sent"
+    require("routes" in supports, "router_replay", True, right)
+    right = "must be false with generation.in_flight: new weights read all tokens again, and send them elsewhere"
+    require(not generation.in_flight, "router_replay", True, right)
+    right = "must be false with torch_compile, which would compile a block again for each layer's routes"
+    require(not config.torch_compile, "router_replay", True, right)
 
 
 def _check_precision_and_penalty(config: OnlineConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from async_rlhf.config.base import ConfigError, require
 from async_rlhf.config.import_by_name import load_attribute
 
-Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep", "vllm_options"]
+Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep", "vllm_options", "routes"]
 """What an engine can do, which others cannot:
 
 - policy: sample from the learner's policy itself, on every rank; other engines load a copy of its weights
@@ -21,6 +21,7 @@ Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep",
 - unseeded: draw from one random generator instead of one for each prompt
 - sleep: give its memory back and take it again: methods sleep() and wake()
 - vllm_options: follow the keys below ``vllm``
+- routes: say to which experts of a mixture each token was sent (``SamplingParams.routes``)
 """
 
 
@@ -48,10 +49,12 @@ def _vllm_is_missing() -> str:
 
 
 ENGINES = {
-    "transformers": EngineSpec("async_rlhf.generation.transformers_engine:make", frozenset({"policy", "redraw"})),
+    "transformers": EngineSpec(
+        "async_rlhf.generation.transformers_engine:make", frozenset({"policy", "redraw", "routes"})
+    ),
     "vllm": EngineSpec(
         "async_rlhf.generation.vllm_engine:VLLMEngine",
-        frozenset({"server", "adapters", "unseeded", "sleep", "vllm_options"}),
+        frozenset({"server", "adapters", "unseeded", "sleep", "vllm_options", "routes"}),
         environment="async_rlhf.generation.vllm_engine:environment",
         check=_vllm_is_missing,
         coldest=0.01,

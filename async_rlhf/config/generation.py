@@ -41,6 +41,7 @@ DECIDED = (
     "max_lora_rank",
     "disable_log_stats",
     "enable_sleep_mode",
+    "enable_return_routed_experts",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",

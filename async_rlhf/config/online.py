@@ -153,6 +153,11 @@ class OnlineConfig(TrainingConfig):
     head_float32: bool = False
     """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
     comes from the head."""
+    router_replay: bool = False
+    """Send each token of a mixture to the experts that the sampler's routers chose for it, wherever the policy is
+    annotated, trained or compared with the engine: rounding can no longer send it elsewhere. The learner's routers
+    still weigh these experts, and learn. For Mixtral and Qwen3-MoE; the reference and the value model choose for
+    themselves."""
     gradient_checkpointing: Literal["auto", "selective", True, False] = key("auto", role="speed")
     """Compute activations again in the backward pass instead of keeping them: about a third more work for much less
     memory. "selective" keeps matrix products and attention: hardly more work, and about half the memory. "auto" chooses

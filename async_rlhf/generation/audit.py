@@ -356,7 +356,7 @@ def _jumps(policy: PreTrainedModel, params: SamplingParams) -> bool:
     border of a truncated distribution."""
     config = policy.config.get_text_config().to_dict()
     routes = any(value for name, value in config.items() if "expert" in name or "moe" in name)
-    return routes or not params.distribution.whole
+    return (routes and params.routes is None) or not params.distribution.whole
 
 
 def _chosen(number: int, groups: Sequence[Group], samples: int) -> list[Row]:
@@ -444,7 +444,8 @@ def compare(
             logits_CV = truncated(logits_CV, params.distribution, tokens_N[part])
             return torch.stack(places(logits_CV, tokens_N[part], params.temperature))
 
-        found_4N = over_response_logits(model, tokens_BT, mask_BT.to(device), reduce, batch.get("positions_BT"))
+        how = batch.get("positions_BT"), batch.get("routes_BTLE")
+        found_4N = over_response_logits(model, tokens_BT, mask_BT.to(device), reduce, *how)
     logprobs_N, below_N, likelier_N, as_likely_N = found_4N.cpu().double()
     drawn_by_N, point_N = (
         torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s, _ in rows]))

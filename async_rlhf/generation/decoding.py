@@ -36,6 +36,8 @@ class Model(Protocol):
     refresh: Callable[[], None] | None
     occupancy: Occupancy
     """To which every step is added."""
+    routes: list[Tensor]
+    """Of the tokens of each row that were computed last, if ``params`` ask for it: (T, L, E)."""
 
     @property
     def device(self) -> torch.device:
@@ -127,6 +129,11 @@ class Decoding:
         self._steps_R = np.zeros(places, np.int64)
         self._limits_R = np.full(places, most)
         self._stops = torch.tensor(self.params.stop_token_ids, device=device)
+        sizes = () if self.params.routes is None else (most, self.params.routes.layers, self.params.routes.per_token)
+        self._routes_RTLE = torch.zeros(places, *sizes, dtype=torch.int16, device=device)
+        """Of drawn tokens that have been read; those of prompts are in the next."""
+        self._prompt_routes: dict[int, Tensor] = {}
+        """By place."""
         self._ended: list[tuple[int, bool]] = []
         """Places of completions that have ended, and whether by a stop token."""
         self._rows: _Rows | None = None
@@ -193,6 +200,9 @@ class Decoding:
         alike = _repeats(rows) if isinstance(prompts[0], Turn) else 1
         pasts = [prompt.past for prompt in prompts if isinstance(prompt, Turn)]
         logits_BV, cache = self.model.prefill(rows[::alike], samples * alike, pasts[::alike])
+        if self.params.routes is not None:
+            repeated = [routes_TLE for routes_TLE in self.model.routes for _ in range(samples * alike)]
+            self._prompt_routes |= dict(zip(places, repeated, strict=True))
         none_B = torch.zeros_like(places_B)
         begun = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.model.version)
         self._draw(begun, logits_BV)
@@ -234,7 +244,10 @@ class Decoding:
                 forget_left(rows.cache, longest)
                 rows.columns = longest
         rows.columns += 1
-        return model.step(rows.tokens_B, rows.lengths_B, rows.columns, rows.cache)
+        logits_BV = model.step(rows.tokens_B, rows.lengths_B, rows.columns, rows.cache)
+        if self.params.routes is not None:
+            self._routes_RTLE[rows.places_B, rows.steps_B - 1] = torch.cat(model.routes).short()
+        return logits_BV
 
     def _so_far(self, rows: _Rows) -> list[tuple[int, ...]]:
         """Prompt and drawn tokens of each row."""
@@ -275,7 +288,16 @@ class Decoding:
             version = versions[finite.argmin()]
             raise FloatingPointError(f"the logits of weights version {version} are not finite")
         finish: FinishReason = "stop" if stopped else "length"
-        drawn = prompt.tokens, tokens[:end], logprobs[:end], versions, finish
+        routes_TLE = self._routes(place, len(prompt.tokens) + int(end))
+        drawn = prompt.tokens, tokens[:end], logprobs[:end], versions, finish, routes_TLE
         if place in self._pasts:
             return replace(Answer.answer(*drawn), past=self._pasts.pop(place))
         return Sample.answer(*drawn)
+
+    def _routes(self, place: int, length: int) -> np.ndarray | None:
+        """(T, L, E), of a prompt and its completion that has ended; see :attr:`Sample.routes_TLE`."""
+        shape, read = self.params.routes, int(self._steps_R[place]) - 1  # the last one has only been drawn
+        if shape is None:
+            return None
+        routes_TLE = torch.cat([self._prompt_routes.pop(place), self._routes_RTLE[place, :read]])
+        return shape.whole(routes_TLE.cpu().numpy().astype(shape.dtype), length)

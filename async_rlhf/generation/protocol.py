@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.models.truncation import Distribution
-from async_rlhf.types import Batch, Group, Prompt, Sample
+from async_rlhf.types import Batch, Group, Prompt, RouteShape, Sample
 
 Completions = list[tuple[Sample, ...]]
 """For each prompt, its K completions."""
@@ -39,6 +39,8 @@ class SamplingParams:
     seed_per_request: bool = True
     """Whether an engine with random numbers of its own takes a seed for each prompt; without, a run cannot be
     repeated."""
+    routes: RouteShape | None = None
+    """The sizes of the routes that every sample has to come with; None for none."""
 
     @property
     def distribution(self) -> Distribution:

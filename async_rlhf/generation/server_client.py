@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
 from asyncio import Semaphore
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +26,7 @@ from async_rlhf.config.secrets import API_KEY_VARIABLE, apart, masked
 from async_rlhf.generation.audit import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import Prompt, RouteShape, Sample
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 """No limit for sampling: the generator has its own."""
@@ -52,6 +54,7 @@ _CHOICE = pa.struct(
         "token_ids": pa.list_(pa.int32()),
         "logprobs": pa.struct({"content": pa.list_(pa.struct({"logprob": pa.float64()}))}),
         "weight_versions": pa.list_(_SPAN),
+        "routed_experts": pa.string(),
     }
 )
 _ANSWER = pa.schema({"choices": pa.list_(_CHOICE)})
@@ -99,7 +102,8 @@ class ServerClient:
         fields = {"token_ids": list(tokens), "sampling_params": request_fields(params, seed, prompt)}
         async with self._prompts:
             choices = await self._post("/inference/v1/generate", parse=_choices, json=fields)
-        return tuple(_sample(tokens, choice, prefix) for choice in sorted(choices, key=lambda c: c["index"]))
+        choices = sorted(choices, key=lambda choice: choice["index"])
+        return tuple(_sample(tokens, choice, prefix, params.routes) for choice in choices)
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Log-probability of each token of the rows except each row's first."""
@@ -185,7 +189,9 @@ def _access(url: str, key: str | None) -> dict[str, Any]:
     return options | ({} if key is None else {"headers": {"Authorization": f"Bearer {key}"}})
 
 
-def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, max_length: int) -> list[dict[str, Any]]:
+def check_server(
+    url: str, policy: PretrainedConfig, config: GenerationConfig, max_length: int, routes: bool = False
+) -> list[dict[str, Any]]:
     """Require that a server can be used and has the policy's architecture.
 
     Args:
@@ -193,6 +199,7 @@ def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, m
         policy: its configuration.
         config: of generation; ``heartbeat_timeout`` is how many seconds to wait for a server that is still starting.
         max_length: most tokens of prompt and response together.
+        routes: whether it has to say to which experts it sent each token.
 
     Returns:
         The description that each of its processes gives of itself.
@@ -229,6 +236,9 @@ def check_server(url: str, policy: PretrainedConfig, config: GenerationConfig, m
     require(mode == "processed_logprobs", "generation.urls", url, f"its log-probabilities are {mode!r}; {right}")
     right = f"must take max_prompt_length + response_length = {max_length} (--max-model-len), and {LENGTH + 1} at least"
     require(length >= max(max_length, LENGTH + 1), "generation.urls", url, f"it takes at most {length} tokens; {right}")
+    right = f"must be false: the server at {url!r} returns no routes; on a GPU it does with the option "
+    right += "enable_return_routed_experts of vLLM (--options of async-rlhf serve)"
+    require(described.get("routes", False) or not routes, "router_replay", True, right)
     dtype = described["dtype"].removeprefix("torch.")
     right = f"must be {dtype!r}, in which the server at {url!r} computes, or start that with --dtype {config.dtype}"
     require(dtype == config.dtype, "generation.dtype", config.dtype, right)
@@ -256,10 +266,9 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
     parsing = ParseOptions(explicit_schema=_ANSWER, unexpected_field_behavior="ignore")
     try:
         (each,) = read_json(pa.BufferReader(body), reading, parsing)["choices"]
-        choices, spans, tokens, contents = (
-            each.values,
-            *(pc.struct_field(each.values, name) for name in ("weight_versions", "token_ids", ["logprobs", "content"])),
-        )
+        choices, contents = each.values, pc.struct_field(each.values, ["logprobs", "content"])
+        names = ("weight_versions", "token_ids", "routed_experts")
+        spans, tokens, routes = (pc.struct_field(choices, name) for name in names)
         plain = zip(*(pc.struct_field(choices, name).to_pylist() for name in ("index", "finish_reason")), strict=True)
         found = [
             {
@@ -268,6 +277,7 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
                 "weight_versions": spans[i].as_py(),
                 "token_ids": tokens[i].values.to_numpy(),  # refuses what is missing
                 "logprobs": pc.struct_field(contents[i].values, "logprob").to_numpy(),
+                "routed_experts": routes[i].as_py(),
             }
             for i, (index, reason) in enumerate(plain)
         ]
@@ -280,15 +290,25 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
     return json.loads(body)["choices"]
 
 
-def _sample(prompt: Sequence[int], choice: dict[str, Any], prefix: str) -> Sample:
+def _routes(choice: dict[str, Any], shape: RouteShape, tokens: int) -> np.ndarray:
+    """(T, L, E), of a sample with so many tokens."""
+    text = choice.get("routed_experts")
+    if not text:
+        raise GeneratorError("a server answered without routes, which router_replay needs; was it started anew?")
+    return shape.whole(np.load(BytesIO(base64.b64decode(text)), allow_pickle=False), tokens)
+
+
+def _sample(prompt: Sequence[int], choice: dict[str, Any], prefix: str, shape: RouteShape | None = None) -> Sample:
     if choice["finish_reason"] == "abort":
         raise ServerGoneError("dropped a request")
     logprobs = choice["logprobs"]
     if not isinstance(logprobs, np.ndarray):
         logprobs = [entry["logprob"] for entry in logprobs["content"]]
     spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+    tokens = choice["token_ids"]
+    routes_TLE = None if shape is None else _routes(choice, shape, len(prompt) + len(tokens))
     try:
-        return to_sample(prompt, choice["token_ids"], logprobs, spans, choice["finish_reason"], prefix)
+        return to_sample(prompt, tokens, logprobs, spans, choice["finish_reason"], prefix, routes_TLE)
     except OtherWeightsError as error:
         raise ServerGoneError(f"{error}: it was restarted, or somebody else uses it") from error
 

@@ -59,7 +59,8 @@ class ServerGenerator(RemoteGenerator):
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""
         generation, self.run = config.generation, uuid.uuid4().hex[:12]
-        described = [check_server(url, policy.config, generation, config.max_length) for url in generation.urls]
+        needed = policy.config, generation, config.max_length, config.router_replay
+        described = [check_server(url, *needed) for url in generation.urls]
         dtype = getattr(torch, generation.dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if generation.weights_transport == "folder":

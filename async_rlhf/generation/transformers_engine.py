@@ -21,6 +21,7 @@ from async_rlhf.generation.decode_cache import Past, go_on_from, join, only_grow
 from async_rlhf.generation.decoding import Decoding
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
+from async_rlhf.models.routing import recorded_routes
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.types import Prompt, Sample, Turn
@@ -75,6 +76,9 @@ class TransformersEngine:
         self._takes_positions = "position_ids" in accepted
         self.adds_rows = only_grows(DynamicCache(config=model.config))
         """Whether rows can be added to a cache."""
+        self.routes: list[Tensor] = []
+        """Where the tokens that were computed last were sent, if ``params`` ask for it: of each row (T, L, E), padding
+        left out."""
         self.keeps_pasts = self.adds_rows
         """Whether turns that are all decoded at once go on from what was computed for the last ones."""
         self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -123,7 +127,9 @@ class TransformersEngine:
         samples = self.params.samples_per_prompt
         per_chunk = max(1, self.params.batch_size // samples)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-        keeps = self.keeps_pasts and len(order) <= per_chunk and all(isinstance(each, Turn) for each in prompts)
+        # What goes on from a past does not compute it again, and so would not know its routes.
+        keeps = self.keeps_pasts and len(order) <= per_chunk and self.params.routes is None
+        keeps = keeps and all(isinstance(each, Turn) for each in prompts)
         completions: dict[int, tuple[Sample, ...]] = {}
         with self._evaluating():
             for start in range(0, len(order), per_chunk):
@@ -182,7 +188,7 @@ class TransformersEngine:
         at_once = len(rows)
         if self.adds_rows:
             at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // max(new))
-        caches, logits = [], []
+        caches, logits, routes = [], [], list[Tensor]()
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
             columns, fed = max(lengths[part]), max(new[part])
@@ -190,6 +196,8 @@ class TransformersEngine:
             go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])
             inputs = tokens_PT[part, -fed:], mask_PT[part, -columns:], positions_PT[part, -fed:]
             logits.append(self._forward(*inputs, caches[-1], **self._prefill_options))
+            routes += [row_TLE[-n:] for row_TLE, n in zip(self.routes, lengths[part], strict=False)]
+        self.routes = routes
         for past in known:
             past.layers = []
         return torch.cat(logits).repeat_interleave(samples, dim=0), join(caches, len(rows), samples)
@@ -214,6 +222,8 @@ class TransformersEngine:
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with autocast, recorded_routes(self.model, self.params.routes) as found:
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
+        self.routes = [row_TLE for routes_NLE in found for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
         return output.logits[:, -1]

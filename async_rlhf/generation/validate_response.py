@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from async_rlhf.generation.protocol import Completions, GeneratorError, SamplingParams
-from async_rlhf.types import FinishReason, Prompt, Sample
+from async_rlhf.types import FinishReason, Prompt, RouteShape, Sample
 
 _ROUNDING = 1e-3
 """How far a log-probability may be above 0."""
@@ -59,6 +59,7 @@ def check_completions(
                 wrong = _wrong_form(sample, asked) or _wrong_tokens(
                     sample.tokens[len(asked) :], sample.logprobs[len(asked) :], sample.finish_reason, **limits
                 )
+            wrong = wrong or _wrong_routes(sample, params.routes)
             if wrong:
                 raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
 
@@ -102,6 +103,20 @@ def _wrong_sizes(sample: Sample, before: int) -> str:
             f"there are {after[0]} tokens, {after[2]} log-probabilities and {after[3]} versions; "
             "each token must have one of each"
         )
+    return ""
+
+
+def _wrong_routes(sample: Sample, shape: RouteShape | None) -> str:
+    """What is wrong with the experts that came with a sample; any will do if none were asked for."""
+    if shape is None:
+        return ""
+    found, right = sample.routes_TLE, (len(sample), shape.layers, shape.per_token)
+    if found is None or found.shape != right or found.dtype != shape.dtype:
+        said = "there are none" if found is None else f"they are {found.shape} {found.dtype}"
+        return f"the routes are wrong: {said}; they must be {right} {shape.dtype} (router_replay)"
+    read_TLE = np.delete(found, [end - 1 for end in (*sample.starts, len(sample))], axis=0)
+    if read_TLE.max(initial=0) >= shape.experts:
+        return f"a route is to expert {read_TLE.max()}; it must be below {shape.experts} (router_replay)"
     return ""
 
 

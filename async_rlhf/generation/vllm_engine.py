@@ -24,6 +24,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -38,7 +39,7 @@ from async_rlhf.models.adapters import write_adapter
 from async_rlhf.models.snapshots import Region, SharedTensors
 from async_rlhf.models.weights import digests, mapped_at, nameless_file, region_for, tensors_in
 from async_rlhf.system.subprocesses import started_within
-from async_rlhf.types import Prompt, Sample
+from async_rlhf.types import Prompt, RouteShape, Sample
 
 _LOOK_SECONDS = 0.5
 _DEATH_SECONDS = 5.0
@@ -110,6 +111,12 @@ class VLLMEngine:
         self._heartbeat: Callable[[], None] = lambda: None
         self._adapter: Any = None
         self._llm = _start(spec, params)
+        self._routes: Any = None
+        """Routes, if they are asked for, and kept beside vLLM's cache instead of returned by vLLM."""
+        if params.routes is not None and not spec.device.startswith("cuda"):
+            from async_rlhf.generation.vllm_routes import KeptRoutes
+
+            self._routes = KeptRoutes(self._llm, params.routes)
         self._processes = None if spec.gpus == 1 else SeveralProcesses(self._llm)
 
     def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
@@ -174,7 +181,7 @@ class VLLMEngine:
             for prompt in prompts:
                 (seed,) = seeds_of(self.params, [prompt])
                 params = VLLMParams(**request_fields(self.params, seed, prompt), detokenize=False)
-                under_way[self._add(prompt.tokens, params)] = next(numbers), prompt
+                under_way[self._add(prompt.tokens, params, self.params.routes)] = next(numbers), prompt
             if not under_way:
                 return
             if self.refresh is not None:
@@ -182,7 +189,7 @@ class VLLMEngine:
             self._step()
             for request in under_way.keys() & self._finished.keys():
                 number, prompt = under_way.pop(request)
-                yield number, _samples(prompt, self._finished.pop(request))
+                yield number, self._samples(prompt, self._finished.pop(request))
 
     def probe(self) -> list[float]:
         """See :func:`~async_rlhf.generation.audit.probe_logprobs`."""
@@ -216,33 +223,43 @@ class VLLMEngine:
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
-    def _add(self, tokens: Sequence[int], params: Any) -> str:
-        """Begin a request. Returns its name."""
+    def _add(self, tokens: Sequence[int], params: Any, routes: RouteShape | None = None) -> str:
+        """Begin a request; its routes are needed if there is a shape of them. Returns its name."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
         request, prompt = str(next(self._names)), {"prompt_token_ids": list(tokens)}
-        self._llm.llm_engine.add_request(request, prompt, params, lora_request=self._adapter)
+        internal = self._llm.llm_engine.add_request(request, prompt, params, lora_request=self._adapter)
+        if self._routes is not None and routes is not None:
+            self._routes.follow(request, internal, params.n)
         return request
 
     def _step(self) -> None:
         """One step of vLLM's scheduler, for all that is under way."""
         with self._watched():
             outputs = self._llm.llm_engine.step()
+            if self._routes is not None:
+                self._routes.look()
         self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._heartbeat()
 
+    def _samples(self, prompt: Prompt, output: Any) -> tuple[Sample, ...]:
+        """The K completions of a prompt."""
+        answers, shape = sorted(output.outputs, key=lambda answer: answer.index), self.params.routes
+        if shape is None:
+            return tuple(_sample(prompt.tokens, answer) for answer in answers)
+        if self._routes is None:
+            routes = [answer.routed_experts for answer in answers]
+        else:
+            routes = [self._routes.take(output.request_id, answer.index) for answer in answers]
+        whole = [shape.whole(r, len(prompt.tokens) + len(a.token_ids)) for r, a in zip(routes, answers, strict=True)]
+        return tuple(_sample(prompt.tokens, answer, r) for answer, r in zip(answers, whole, strict=True))
 
-def _samples(prompt: Prompt, output: Any) -> tuple[Sample, ...]:
-    """The K completions of a prompt."""
-    answers = sorted(output.outputs, key=lambda answer: answer.index)
-    return tuple(_sample(prompt.tokens, answer) for answer in answers)
 
-
-def _sample(prompt: Sequence[int], answer: Any) -> Sample:
+def _sample(prompt: Sequence[int], answer: Any, routes_TLE: np.ndarray | None = None) -> Sample:
     logprobs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
     spans = [(span.version, span.start, span.end) for span in answer.weight_versions]
-    return to_sample(prompt, answer.token_ids, logprobs, spans, answer.finish_reason)
+    return to_sample(prompt, answer.token_ids, logprobs, spans, answer.finish_reason, routes_TLE=routes_TLE)
 
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:
@@ -285,6 +302,7 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                 enable_sleep_mode=spec.sleeps,
                 disable_log_stats=True,
                 **parallel,
+                **({} if on_cpu or params.routes is None else {"enable_return_routed_experts": True}),
                 **_options(spec.vllm, on_cpu),
                 **({} if spec.adapter is None else {"max_lora_rank": _max_rank(spec.adapter.r)}),
             )

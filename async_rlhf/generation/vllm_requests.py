@@ -53,6 +53,7 @@ def to_sample(
     spans: Iterable[tuple[str, int, int]],
     finish_reason: Any,
     prefix: str = "",
+    routes_TLE: np.ndarray | None = None,
 ) -> Sample:
     """A prompt with one answer.
 
@@ -63,6 +64,7 @@ def to_sample(
         spans: labels of weights, with the first token that each drew and the one after the last.
         finish_reason: vLLM's.
         prefix: start of a label, before the version.
+        routes_TLE: see :attr:`~async_rlhf.types.Sample.routes_TLE`.
 
     Raises:
         OtherWeightsError: a token has no label, or one of another form.
@@ -80,4 +82,4 @@ def to_sample(
         raise RuntimeError(f"vLLM ended a completion for another reason: {finish_reason}")
     if not np.isfinite(logprobs).all():
         raise FloatingPointError(f"the logits of weights version {versions[0]} are not finite")
-    return Sample.answer(prompt, tokens, logprobs, versions, finish_reason)
+    return Sample.answer(prompt, tokens, logprobs, versions, finish_reason, routes_TLE)

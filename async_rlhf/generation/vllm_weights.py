@@ -54,7 +54,8 @@ class SnapshotLoader:
 
     def describe_model(self) -> dict[str, Any]:
         """The architecture, and how it is computed."""
-        model = self.vllm_config.model_config  # type: ignore[attr-defined]  # of vLLM's worker
+        config: Any = self.vllm_config  # type: ignore[attr-defined]  # of vLLM's worker
+        model = config.model_config
         # Only plain types: vLLM's reply would hang on others.
         found = {
             "config": model.hf_config.to_dict(),
@@ -63,6 +64,7 @@ class SnapshotLoader:
             "device": self.device.type,  # type: ignore[attr-defined]
             "gpu": gpu_of(self.device),  # type: ignore[attr-defined]
             "dtype": str(model.dtype),
+            "routes": config.aux_output_config.enable_return_routed_experts,
         }
         return json.loads(json.dumps(found, default=str))
 

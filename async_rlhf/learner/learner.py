@@ -46,6 +46,7 @@ from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, is_packed, require_shared
 from async_rlhf.models.passes import Passes
+from async_rlhf.models.routing import replay_routes
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.scatter import ScatteredBatches, in_one_copy
 from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
@@ -56,7 +57,7 @@ from async_rlhf.types import Experience, Group, ScoredBatch
 
 _Compute: TypeAlias = Callable[[dict[str, Any]], dict[str, Tensor]]
 """From fields of an experience to others."""
-_SEEN = ("tokens_BT", "sampled_BT", "positions_BT")
+_SEEN = ("tokens_BT", "sampled_BT", "positions_BT", "routes_BTLE")
 """Those that it takes, as far as there are such."""
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class Learner:
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
         self.policy = disable_dropout(policy)
+        if config.router_replay:
+            replay_routes(policy)
         own_reference = self._frozen_reference(reference)
         for model in filter(None, (policy, own_reference) if config.head_float32 else ()):
             head_in_float32(model)
@@ -346,6 +349,7 @@ class Learner:
         return replace(rows, **fields)
 
     def _by_reference(self, rows: dict[str, Any]) -> dict[str, Tensor]:
+        rows = _by_own_routers(rows)
         temperature = self.config.generation.temperature
         model = self.policy if self.reference is None else self.reference
         device = None if self._early is None else model.device
@@ -368,7 +372,7 @@ class Learner:
                 if output.values_BT is not None:
                     found["values_BT"] = output.values_BT
             if isinstance(self.value, PreTrainedModel):
-                found["values_BT"] = response_values(self.value, **rows)
+                found["values_BT"] = response_values(self.value, **_by_own_routers(rows))
         return found
 
     def _at_the_end(self, rows: dict[str, Any]) -> dict[str, Tensor]:
@@ -478,7 +482,7 @@ class Learner:
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
                     how = rows.sampled_BT, config.generation.temperature, not given, rows.positions_BT
-                    output = self.parallel.forward(micro_batch.tokens_BT, *how)
+                    output = self.parallel.forward(micro_batch.tokens_BT, *how, micro_batch.routes_BTLE)
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
             if counts and self.parallel.context.leads:
@@ -525,6 +529,11 @@ class Learner:
         if reference is not None:
             fixed |= {f"reference.{name}": found for name, found in weight_digests(reference).items()}
         return of_digests(fixed)
+
+
+def _by_own_routers(rows: dict[str, Any]) -> dict[str, Any]:
+    """The fields for another model than the one that sampled: its routers choose for themselves."""
+    return {name: value for name, value in rows.items() if name != "routes_BTLE"}
 
 
 def _chosen(scored: ScoredBatch, most: int | None) -> tuple[tuple[Group, ...], Tensor, dict[str, float]]:

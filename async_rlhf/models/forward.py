@@ -113,7 +113,12 @@ def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
 
 
 def over_response_logits(
-    model: PreTrainedModel, tokens_BT: Tensor, sampled_BT: Tensor, reduce: Reduction, positions_BT: Tensor | None = None
+    model: PreTrainedModel,
+    tokens_BT: Tensor,
+    sampled_BT: Tensor,
+    reduce: Reduction,
+    positions_BT: Tensor | None = None,
+    routes_BTLE: Tensor | None = None,
 ) -> Tensor:
     """Reduce the logits that predict the response tokens, a chunk of tokens at a time.
 
@@ -125,12 +130,13 @@ def over_response_logits(
         reduce: gets the logits (C, V) float32 of some of the N response tokens, and which of ``tokens_BT[sampled_BT]``
             they predict; returns (K, C) float32.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
+        routes_BTLE: experts that the model's routers are to take; None for their own choice.
 
     Returns:
         (K, N) float32 for the N response tokens.
     """
     places_N = _places(sampled_BT, tokens_BT.device)
-    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, routes_BTLE=routes_BTLE)
     return _over_logits(model, rows, places_N, reduce)[0]
 
 
@@ -150,6 +156,7 @@ def response_logprobs(
     value_head: nn.Linear | None = None,
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
+    routes_BTLE: Tensor | None = None,
 ) -> PolicyOutput:
     """Log-probability of each response token, and the entropy of the distribution it was drawn from.
 
@@ -163,11 +170,12 @@ def response_logprobs(
         value_head: computes values from the states that the model's own head sees.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
         context: the ranks that share the rows; all of them get all numbers. The host then waits for the GPU.
+        routes_BTLE: experts that the model's routers are to take; None for their own choice.
 
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
-    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context, routes_BTLE)
     places_N = _own(rows, _places(sampled_BT, tokens_BT.device))
     reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
     (logprobs_N, entropies_N), states_NH = _over_logits(model, rows, places_N, reduce)
@@ -217,6 +225,7 @@ def end_values(
     lengths_B: Tensor,
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
+    routes_BTLE: Tensor | None = None,
 ) -> Tensor:
     """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
 
@@ -227,10 +236,11 @@ def end_values(
         lengths_B: real tokens of each row.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
         context: the ranks that share the rows; see :func:`response_logprobs`.
+        routes_BTLE: experts that the policy's routers are to take; None for their own choice.
     """
     if not isinstance(value, nn.Linear):
         return reward_scores(value, tokens_BT, lengths_B, positions_BT, context)
-    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT, context)
+    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT, context, routes_BTLE)
     ends_B = _ends(tokens_BT, lengths_B)
     own = rows.has(ends_B)
     with _logits_at(policy, rows.at(ends_B[own])) as seen:
@@ -289,14 +299,13 @@ class PolicyAndValueWrapper(nn.Module):
         temperature: float,
         with_entropies: bool = True,
         positions_BT: Tensor | None = None,
+        routes_BTLE: Tensor | None = None,
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
-        context = self.context
-        output = response_logprobs(
-            self.policy, tokens_BT, sampled_BT, temperature, with_entropies, self.head, positions_BT, context
-        )
+        how = temperature, with_entropies, self.head, positions_BT, self.context, routes_BTLE
+        output = response_logprobs(self.policy, tokens_BT, sampled_BT, *how)
         if isinstance(self.value, PreTrainedModel):
-            values_BT = response_values(self.value, tokens_BT, sampled_BT, positions_BT, context)
+            values_BT = response_values(self.value, tokens_BT, sampled_BT, positions_BT, self.context)
             return output._replace(values_BT=values_BT)
         return output
 

@@ -29,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from async_rlhf.config.base import require
 from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.models.routing import ROUTES, no_route
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def laid_out(
     mask_BT: Tensor | None,
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
+    routes_BTLE: Tensor | None = None,
 ) -> Layout:
     """The rows as this model is to get them; see :func:`choose`.
 
@@ -138,8 +140,9 @@ def laid_out(
         mask_BT: may then not be None. Where it is on a GPU, the host waits for it.
         positions_BT: of each token in its text; None if each row is one text.
         context: the ranks that share the rows. All of them must call it, and then the model.
+        routes_BTLE: experts that the model's routers are to take; see :mod:`async_rlhf.models.routing`.
     """
-    rows = _laid_out(model, tokens_BT, lengths_B, mask_BT, positions_BT)
+    rows = _laid_out(model, tokens_BT, lengths_B, mask_BT, positions_BT, routes_BTLE)
     return rows if context.size == 1 else _cut(rows, context)
 
 
@@ -149,14 +152,15 @@ def _laid_out(
     lengths_B: Tensor | None,
     mask_BT: Tensor | None,
     positions_BT: Tensor | None,
+    routes_BTLE: Tensor | None,
 ) -> Layout:
     if not is_packed(model) and positions_BT is None:
-        return Layout({"input_ids": tokens_BT, "use_cache": False})
+        return Layout({"input_ids": tokens_BT, "use_cache": False, **_routes(routes_BTLE, tokens_BT)})
     if lengths_B is None:
         assert mask_BT is not None
         lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
     texts = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
-    return (_packed if is_packed(model) else _split)(tokens_BT, *texts)
+    return (_packed if is_packed(model) else _split)(tokens_BT, *texts, routes_BTLE)
 
 
 def _texts(longest: int, lengths_B: Tensor, positions_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -169,28 +173,38 @@ def _texts(longest: int, lengths_B: Tensor, positions_BT: Tensor | None = None) 
     return starts_S, torch.minimum(next_S, ends_B[starts_S // longest]) - starts_S
 
 
-def _split(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Layout:
+def _routes(routes_BTLE: Tensor | None, tokens_BT: Tensor, cells: Tensor | None = None) -> dict[str, Tensor]:
+    """The routes where the tokens are, in the order in which the model gets these: by places in the flattened rows."""
+    if routes_BTLE is None:
+        return {}
+    routes_BTLE = routes_BTLE.to(tokens_BT.device, non_blocking=True)
+    return {ROUTES: routes_BTLE if cells is None else routes_BTLE.flatten(0, 1)[cells]}
+
+
+def _split(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor, routes_BTLE: Tensor | None = None) -> Layout:
     """A row for each text. What stands behind it, in place of padding, is as good: no token sees a later one."""
     device, longest = tokens_BT.device, int(lengths_S.max())
     cells_ST = (starts_S[:, None] + torch.arange(longest)).clamp(max=tokens_BT.numel() - 1).to(device)
     inputs = {"input_ids": tokens_BT.flatten()[cells_ST], "use_cache": False}
+    inputs |= _routes(routes_BTLE, tokens_BT, cells_ST)
     return Layout(inputs, starts_S.to(device), (starts_S - torch.arange(len(starts_S)) * longest).to(device))
 
 
-def _packed(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor) -> Layout:
+def _packed(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor, routes_BTLE: Tensor | None = None) -> Layout:
     """All on the device of the tokens, which the host does not wait for."""
     device = tokens_BT.device
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
     shifts_S, packed_N = starts_S - bounds[:-1], torch.arange(int(bounds[-1]))
-    places_N = packed_N + shifts_S.repeat_interleave(lengths_S)
+    places_N = (packed_N + shifts_S.repeat_interleave(lengths_S)).to(device, non_blocking=True)
     lengths = lengths_S.tolist()
     packed = PackedRows(lengths, max(lengths), bounds.int().to(device, non_blocking=True))
     inputs = {
-        "input_ids": tokens_BT.flatten()[places_N.to(device, non_blocking=True)][None],
+        "input_ids": tokens_BT.flatten()[places_N][None],
         "position_ids": (packed_N - bounds[:-1].repeat_interleave(lengths_S))[None].to(device, non_blocking=True),
         "attention_mask": torch.empty(1, 1, 0, 0, device=device),  # replaces a mask of N x N, and fits no attention
         "packed_rows": packed,
         "use_cache": False,
+        **_routes(routes_BTLE, tokens_BT, places_N[None]),
     }
     return Layout(inputs, starts_S.to(device, non_blocking=True), shifts_S.to(device, non_blocking=True))
 
@@ -222,6 +236,11 @@ def _cut(rows: Layout, context: ContextGroup) -> Layout:
         "attention_mask": torch.empty(1, 1, 0, 0, device=device),
         "packed_rows": replace(packed, context=context),
     }
+    if ROUTES in rows.inputs:  # what is added at the end has none: its routers choose for themselves
+        routes_BTLE = rows.inputs[ROUTES]
+        batch, _, layers, experts = routes_BTLE.shape
+        none_BALE = routes_BTLE.new_full((batch, added, layers, experts), no_route(routes_BTLE.dtype))
+        inputs[ROUTES] = torch.cat([routes_BTLE, none_BALE], dim=1)[:, first : first + length]
     return rows._replace(inputs=inputs, cut=Cut(longest, first, length))
 
 

@@ -37,6 +37,8 @@ def sampled_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     parts = {}
     if any(sample.starts for sample in samples):
         parts["positions_BT"] = pad_rows([sample.places for sample in samples], torch.long)
+    if any(sample.routes_TLE is not None for sample in samples):
+        parts["routes_BTLE"] = _padded_routes([sample.routes_TLE for sample in samples], tokens_BT.shape[1])
     return {
         **parts,
         "tokens_BT": tokens_BT,
@@ -46,6 +48,23 @@ def sampled_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "rewards_BT": rewards_BT,
         "truncated_B": torch.tensor([sample.finish_reason == "length" for sample in samples], dtype=torch.bool),
     }
+
+
+def _padded_routes(routes: Sequence[np.ndarray | None], longest: int) -> Tensor:
+    """(B, T, L, E), padded on the right with what stands for no expert.
+
+    Raises:
+        ValueError: some rows have routes, and some have none.
+    """
+    known = [routes_TLE for routes_TLE in routes if routes_TLE is not None]
+    if len(known) < len(routes):
+        raise ValueError(f"{len(known)} of {len(routes)} samples have routes; must be all of a batch, or none")
+    dtype = known[0].dtype
+    padded_BTLE = np.full((len(known), longest, *known[0].shape[1:]), np.iinfo(dtype).max, dtype)
+    for row_TLE, routes_TLE in zip(padded_BTLE, known, strict=True):
+        row_TLE[: len(routes_TLE)] = routes_TLE
+    # PyTorch computes little in uint16; no model has so many experts that int16 would not do.
+    return torch.from_numpy(padded_BTLE if dtype == np.uint8 else padded_BTLE.view(np.int16))
 
 
 def by_length(lengths_B: Tensor, size: int) -> Iterator[Tensor]:

@@ -53,6 +53,7 @@ from async_rlhf.models.loading import (
 )
 from async_rlhf.models.packing import require_heads
 from async_rlhf.models.quantised import require_bitsandbytes
+from async_rlhf.models.routing import require_routers, route_shape
 from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.rewards.scorer import Scorer, metric_names
@@ -185,6 +186,8 @@ def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
             refuse_second(Path(config.output_dir))  # early: fingerprints of large models take a while
         if (size := config.parallel.context_parallel) > 1:
             require_heads("policy", config_of("model", model, config.trust_remote_code), size)
+        if config.router_replay:
+            require_routers(model, config.trust_remote_code, f"{prefix}router_replay")
         return Start(with_prompt_cap(config, model), ranks, watch)
 
 
@@ -270,6 +273,7 @@ def _build(
     scorer = make_scorer(config, tokenizer, *judges, parallel, models.reward_apart)
     temperature = config.eval_temperature or config.generation.temperature
     evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
+    evaluating = replace(evaluating, routes=None)  # nothing is trained on these answers
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if models.params.episodes is not None:
         fingerprints["environment"] = models.params.episodes.environment.name
@@ -516,6 +520,7 @@ def _sampling(
         top_k=generation.top_k,
         seed_per_request=generation.seed_per_request,
         episodes=episodes_of(config, inputs.world, tokenizer),
+        routes=route_shape(policy.config) if config.router_replay else None,
     )
 
 

@@ -16,6 +16,7 @@ Nothing here is ever unpickled: safetensors and JSON only.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -243,7 +244,12 @@ def _asked(group: Mapping[str, Any], length: int) -> tuple[int, ...]:
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
     values = {item.name: getattr(sample, item.name) for item in fields(sample)}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    routes_TLE = values.pop("routes_TLE")
+    row = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    if routes_TLE is not None:  # as numbers in JSON they would take several times the bytes
+        text = base64.b64encode(routes_TLE.tobytes()).decode("ascii")
+        row["routes_TLE"] = [str(routes_TLE.dtype), routes_TLE.shape, text]
+    return row
 
 
 def _rollout_batch(row: dict[str, Any], prompts: Mapping[int, Prompt]) -> Batch:
@@ -253,6 +259,9 @@ def _rollout_batch(row: dict[str, Any], prompts: Mapping[int, Prompt]) -> Batch:
 
 def _sample_of(row: dict[str, Any]) -> Sample:
     arrays = {name: np.array(row[name], kind) for name, kind in _SAMPLE_TYPES.items() if row[name] is not None}
+    if "routes_TLE" in row:
+        kind, shape, text = row["routes_TLE"]
+        arrays["routes_TLE"] = np.frombuffer(base64.b64decode(text), kind).reshape(shape)
     return Sample(**{**row, **arrays, "starts": tuple(row.get("starts", ()))})
 
 

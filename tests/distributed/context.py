@@ -31,6 +31,7 @@ from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.forward import end_values, response_logprobs, response_values, reward_scores
+from async_rlhf.models.routing import replay_routes, route_shape
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
 
 KINDS = ["llama", "gpt_neox", "gpt2", "mistral", "mixtral"]
@@ -64,6 +65,13 @@ def passes(kind: str) -> Iterator[tuple[str, PreTrainedModel, Callable[[ContextG
 
         yield f"log-probabilities of {len(lengths_B)}", policy, logprobs
     yield "values", critic, lambda context: response_values(critic, tokens_BT, mask_BT, context=context)
+    if kind == "mixtral":
+        replay_routes(policy)
+        shape = route_shape(policy.config)
+        places = torch.arange(tokens_BT.numel() * shape.layers).view(*tokens_BT.shape, shape.layers, 1)
+        routes_BTLE = ((places * 7 // 3 + torch.arange(shape.per_token)) % shape.experts).to(torch.uint8)
+        given = (policy, tokens_BT, mask_BT, 0.7)
+        yield "routes", policy, lambda c: response_logprobs(*given, context=c, routes_BTLE=routes_BTLE).logprobs_BT
     if kind != KINDS[0]:
         return
     yield "scores", critic, lambda context: reward_scores(critic, tokens_BT, lengths_B, context=context)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import copy
+import io
 import json
 from contextlib import asynccontextmanager
 
@@ -10,9 +13,9 @@ import numpy as np
 import pytest
 
 from async_rlhf.generation import server_client
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.server_client import ServerClient
-from async_rlhf.types import Prompt
+from async_rlhf.types import Prompt, RouteShape
 
 PROMPTS = 300
 """More than are asked for at the same time."""
@@ -122,7 +125,7 @@ def of_two(**changes) -> dict:
     }
 
 
-def read(text: str) -> object:
+def read(text: str, **params: object) -> object:
     """Both completions, or the error."""
 
     async def run() -> object:
@@ -130,14 +133,15 @@ def read(text: str) -> object:
             slow.answer = text
             slow.done.set()
             try:
-                return await client.generate(Prompt(0, 0, (7, 8)), SamplingParams(2, 1.0, 64, (), 0), 0, "run:")
+                how = SamplingParams(2, 1.0, 64, (), 0, **params)
+                return await client.generate(Prompt(0, 0, (7, 8)), how, 0, "run:")
             except Exception as error:
                 return type(error), str(error)
 
     return asyncio.run(run())
 
 
-def plainly(monkeypatch, text: str) -> object:
+def plainly(monkeypatch, text: str, **params: object) -> object:
     """The same without arrays."""
 
     def refuse(*_: object) -> None:
@@ -145,7 +149,7 @@ def plainly(monkeypatch, text: str) -> object:
 
     with monkeypatch.context() as patch:
         patch.setattr(server_client, "read_json", refuse)
-        return read(text)
+        return read(text, **params)
 
 
 def test_an_answer_is_read_into_arrays_that_are_what_it_says_bit_for_bit(monkeypatch):
@@ -183,6 +187,27 @@ def test_an_answer_is_read_into_arrays_that_are_what_it_says_bit_for_bit(monkeyp
 def test_an_answer_that_is_wrong_is_refused_as_if_read_plainly(monkeypatch, changes):
     text = json.dumps(of_two(**changes))
     assert read(text) == plainly(monkeypatch, text)
+
+
+def test_routes_come_as_vllm_sends_them_and_must_come_if_asked_for(monkeypatch):
+    answer, shape, right = copy.deepcopy(of_two()), RouteShape(3, 2, 8), []
+    for choice in answer["choices"]:
+        tokens = 2 + len(choice["token_ids"])
+        routes_TLE = np.random.default_rng(tokens).integers(0, 8, (tokens - 1, 3, 2)).astype(np.uint8)
+        right.append(shape.whole(routes_TLE, tokens))
+        file = io.BytesIO()
+        np.save(file, routes_TLE)
+        choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    text = json.dumps(answer)
+    found = read(text, routes=shape)
+    assert [np.array_equal(sample.routes_TLE, each) for sample, each in zip(found, right[::-1], strict=True)] == [
+        True
+    ] * 2
+    assert plainly(monkeypatch, text, routes=shape) == found
+    assert read(text) == read(json.dumps(of_two()))  # nobody asked
+    kind, message = read(json.dumps(of_two()), routes=shape)
+    assert kind is GeneratorError
+    assert "without routes, which router_replay needs" in message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps(of_two())[:-1], json.dumps(of_two()) * 2])

@@ -73,4 +73,8 @@ def test_a_run_without_the_key_is_refused_before_it_begins(server, make_args, to
     monkeypatch.setenv("ASYNC_RLHF_API_KEY", server.key)
     config = make_args(generation={**served_by(server), "api_key": None}).generation
     assert server_client.check_server(server.url, new_policy().config, config, 44)
+    with pytest.raises(
+        ConfigError, match=r"router_replay: got True; must be false: the server at .* returns no routes"
+    ):
+        server_client.check_server(server.url, new_policy().config, config, 44, routes=True)
     assert ServerClient(server.url).url == server.url

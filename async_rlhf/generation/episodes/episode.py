@@ -110,16 +110,27 @@ class Episode:
         for place, reward in self._rewards.items():
             rewards[place] = reward
         metrics = {"turns": float(len(self.turns)), **self._metrics}
-        return Sample(tokens, sampled, logprobs, versions, self.finish_reason, rewards, self._messages, metrics)
+        found = tokens, sampled, logprobs, versions, self.finish_reason, rewards, self._messages, metrics
+        return Sample(*found, routes_TLE=_first_routes(self.turns))
+
+
+def _first_routes(turns: Sequence[Sample]) -> np.ndarray | None:
+    """The routes of each token when it was first read: rounding may change them when a later turn reads it again."""
+    if not turns or turns[-1].routes_TLE is None:
+        return None
+    routes_TLE = turns[-1].routes_TLE.copy()
+    for turn in turns[-2::-1]:
+        assert turn.routes_TLE is not None
+        routes_TLE[: len(turn) - 1] = turn.routes_TLE[:-1]  # its last token was read in the next turn
+    return routes_TLE
 
 
 def joined(conversations: Sequence[Sample]) -> Sample:
     """One sample of all conversations of an episode, in their order; it has the last one's end and metrics."""
     *_, last = conversations
     starts = accumulate(len(each) for each in conversations[:-1])
-    arrays = {
-        name: np.concatenate([getattr(each, name) for each in conversations])
-        for name in ("tokens", "sampled", "logprobs", "versions", "rewards")
-    }
+    names = ["tokens", "sampled", "logprobs", "versions", "rewards"]
+    names += [] if last.routes_TLE is None else ["routes_TLE"]
+    arrays = {name: np.concatenate([getattr(each, name) for each in conversations]) for name in names}
     messages = [message for each in conversations for message in each.messages or ()]
     return replace(last, **arrays, messages=messages, starts=tuple(starts))

@@ -110,7 +110,8 @@ def distance(
             load(update.policy, weights)
             with learner.autocast():
                 tokens_BT = rows.tokens_BT.to(device)
-                found = over_response_logits(learner.policy, tokens_BT, rows.sampled_BT, reduce, rows.positions_BT)
+                how = rows.positions_BT, rows.routes_BTLE
+                found = over_response_logits(learner.policy, tokens_BT, rows.sampled_BT, reduce, *how)
         kl_N, more_N = found.double().cpu()
         kl_sum, tokens = kl_sum + kl_N.sum().item(), tokens + len(drawn_N)
         row_N = rows.sampled_BT.nonzero()[:, 0] + unit * experience.rows_per_unit

@@ -132,7 +132,7 @@ def implied_shares(beta: float, steps: int) -> list[float]:
 
 
 def _moved(experience: Experience, measured: Contributions) -> dict[str, float]:
-    """By how many nats the step makes completions more likely, to first order, the mean of those that are trained on."""
+    """By how many nats the step makes completions more likely, to first order: means over those trained on."""
     moves_B = measured.moves_BT.sum(dim=1)
     seen_B = (measured.seen_U & (experience.loss_weights_U > 0)).repeat_interleave(experience.rows_per_unit)
     if experience.rows_per_unit == 2:
@@ -143,7 +143,8 @@ def _moved(experience: Experience, measured: Contributions) -> dict[str, float]:
     else:
         sums_B = experience.advantages_BT.sum(dim=1)
         kinds = {"with a positive advantage": sums_B > 0, "with a negative advantage": sums_B < 0}
-    return {name: moves_B[kind_B & seen_B].mean().item() for name, kind_B in kinds.items() if (kind_B & seen_B).any()}
+    chosen = {name: moves_B[kind_B & seen_B] for name, kind_B in kinds.items()}
+    return {name: moves_N.mean().item() for name, moves_N in chosen.items() if len(moves_N)}
 
 
 class _Row(NamedTuple):

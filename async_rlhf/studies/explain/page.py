@@ -43,8 +43,8 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"          gradients of zero it would have had cosine {_cosine(past['cosine'])} with the step taken"
         if past["implied"] is not None:
             low, high = past["implied"]
-            yield f"          (momentum alone makes that {low:.0%} where batches agree in nothing, {high:.0%} where they"
-            yield "          are all alike)"
+            yield f"          (momentum alone makes that {low:.0%} where batches agree in nothing, {high:.0%} where"
+            yield "          they are all alike)"
     for number, (name, nats) in enumerate(step["more_likely_by"].items()):
         yield f"{'moves:' if number == 0 else '':9} completions {name}: log-probability {nats:+.3g} nats on average"
 
