@@ -217,8 +217,10 @@ def test_conversations_of_a_row_have_routes_of_their_own(packed):
     assert "positions_BT" in together
 
     def found(rows) -> torch.Tensor:
-        given = rows["tokens_BT"], rows["sampled_BT"], 0.7, False, None, rows.get("positions_BT"), rows["routes_BTLE"]
-        return response_logprobs(model, *given).logprobs_BT[rows["sampled_BT"] > 0]
+        how = {"positions_BT": rows.get("positions_BT"), "routes_BTLE": rows["routes_BTLE"]}
+        return response_logprobs(model, rows["tokens_BT"], rows["sampled_BT"], 0.7, False, **how).logprobs_BT[
+            rows["sampled_BT"] > 0
+        ]
 
     torch.testing.assert_close(found(together), found(apart), rtol=0, atol=1e-5)
 
@@ -322,6 +324,7 @@ def test_a_value_head_reads_states_by_the_sampled_experts():
     replay_routes(model)
     rows = sampled_rows(drawn_by(model))
     routes_BTLE, given = shuffled(own_routes(model, rows)), (rows["tokens_BT"], rows["lengths_B"], None)
-    own, other = (end_values(model, head, *given, routes) for routes in (None, routes_BTLE))
+    own, other = (end_values(model, head, *given, routes_BTLE=routes) for routes in (None, routes_BTLE))
     assert not torch.allclose(own, other, atol=1e-3)
-    torch.testing.assert_close(end_values(model, head, *given, own_routes(model, rows)), own, rtol=0, atol=0)
+    found = end_values(model, head, *given, routes_BTLE=own_routes(model, rows))
+    torch.testing.assert_close(found, own, rtol=0, atol=0)
