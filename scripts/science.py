@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
+from scipy.special import expit, logit
 
 from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 
@@ -59,8 +59,7 @@ def within(interval: Interval) -> Interval:
     """An interval of a share that stays between 0 and 1: symmetric in the share's logit, by the delta method."""
     share = min(max(interval.estimate, 1e-4), 1 - 1e-4)
     half = (interval.high - interval.low) / 2 / (share * (1 - share))
-    middle = math.log(share / (1 - share))
-    low, high = (1 / (1 + math.exp(-(middle + side * half))) for side in (-1, 1))
+    low, high = (float(expit(logit(share) + side * min(half, 20.0))) for side in (-1, 1))
     return Interval(interval.estimate, low, high)
 
 
@@ -122,25 +121,6 @@ def robustness() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def same_time() -> Iterator[str]:
-    """Of each algorithm: accuracy of 128 batches less that of 99 batches at S = 0, which take as long."""
-    groups = grouped(read("robustness"))
-    shorter: dict[str, dict[tuple[str, int], Judged]] = defaultdict(dict)
-    for run in read("robustness_time"):
-        shorter[run.setting["algorithm"]][run.setting["start"], run.seed] = run
-    ages = sorted({int(age) for _, age in groups} - {0})
-    yield f"| algorithm | S = 0, 99 batches | {' | '.join(f'S = {age}' for age in ages)} |"
-    yield f"| --- | --- | {' | '.join('---' for _ in ages)} |"
-    for algorithm, base in shorter.items():
-        level = within(crossed_mean_interval([run.scores for run in base.values()]))
-        changes = []
-        for age in ages:
-            here = groups[algorithm, str(age)]
-            changes.append([np.subtract(here[key].scores, base[key].scores).tolist() for key in base if key in here])
-        cells = [told(crossed_mean_interval(rows), "+.3f") if rows else "" for rows in changes]
-        yield f"| {algorithm} | {told(level, '.3f')} | {' | '.join(cells)} |"
-
-
 def primary() -> Iterator[str]:
     """The comparison that was named beforehand."""
     groups = grouped(read("robustness"))
@@ -161,12 +141,7 @@ def rates() -> Iterator[str]:
         yield f"| {algorithm} | {' | '.join(f'{fmean(by_rate[name]):.3f}' for name in names)} |"
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "rates": rates,
-    "robustness": robustness,
-    "same_time": same_time,
-    "primary": primary,
-}
+TABLES: dict[str, Callable[[], Iterator[str]]] = {"rates": rates, "robustness": robustness, "primary": primary}
 
 
 def page() -> str:
