@@ -140,7 +140,9 @@ class RewardServer(EndpointConfig):
         from async_rlhf.rewards.chat import JudgeError, post, told
 
         assert self.url is not None
-        answer = post(self._client, self.url, {"model": self.model, "input": texts}, self.max_retries)
+        # vLLM would give the sigmoid of a single score.
+        body = {"model": self.model, "input": texts, "use_activation": False}
+        answer = post(self._client, self.url, body, self.max_retries)
         if isinstance(answer, Exception) or answer.status_code != 200:
             raise JudgeError(f"reward server {self.url} gave no scores ({told(answer)})")
         scores = _scores_in(answer)

@@ -283,7 +283,7 @@ def test_a_server_scores_texts_in_batches(form, monkeypatch):
         assert reward(PROMPTS, ["oo", "{prompt}", "x", "", "y", "zz"]) == [10.0, 16.0, 9.0, 8.0, 9.0, 10.0]
     assert [len(body["input"]) for body in server.bodies] == [4, 4, 2]
     assert server.bodies[1]["input"][1] == "Q: p\nA: {prompt}"
-    assert {body["model"] for body in server.bodies} == {"rm"}
+    assert {(body["model"], body["use_activation"]) for body in server.bodies} == {("rm", False)}
 
 
 @pytest.mark.parametrize(
