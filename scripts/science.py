@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 from scipy.special import expit, logit
 
-from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
+from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval
 
 PAGE = Path(__file__).parents[1] / "docs" / "science.md"
 DATA = PAGE.with_suffix("")
@@ -124,9 +124,9 @@ def robustness() -> Iterator[str]:
 def primary() -> Iterator[str]:
     """The comparison that was named beforehand."""
     groups = grouped(read("robustness"))
-    first, second = (lost(groups, algorithm, "16").mean(axis=1) for algorithm in PRIMARY)
-    more = mean_interval((first - second).tolist())
-    yield f"{told(more, '+.3f')}, p = {p_of((first - second).tolist()):.1g}, {len(first)} pairs of runs"
+    first, second = (lost(groups, algorithm, "16") for algorithm in PRIMARY)
+    more = crossed_mean_interval((first - second).tolist())
+    yield f"{told(more, '+.3f')}, p = {p_of((first - second).mean(axis=1).tolist()):.1g}, {len(first)} pairs of runs"
 
 
 def rates() -> Iterator[str]:

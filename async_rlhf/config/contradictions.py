@@ -107,6 +107,9 @@ def _check_trained(config: OnlineConfig) -> None:
     most, size = config.trained_prompts, config.batch_size
     right = f"must be at most {size}, the prompts of a batch; completions_per_batch says how many are sampled"
     require(most is None or most <= size, "trained_prompts", most, right)
+    steps = config.num_mini_batches
+    right = f"must be a multiple of num_mini_batches {steps}, which divides them"
+    require(most is None or most % steps == 0, "trained_prompts", most, right)
     right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
     require(most is None or config.samples_per_prompt > 1, "trained_prompts", most, right)
 

@@ -127,9 +127,13 @@ class ParallelConfig(Checked):
 
     def require_size(self, parameters: int, rounded: bool) -> None:
         """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer
-        to the end of a pass, so that in 16 bits each rank holds all of the model after all.
+        that is trained to the end of a pass, so that in 16 bits each rank holds all of these after all.
+
+        Args:
+            parameters: that are trained.
+            rounded: whether the learner computes in 16 bits.
         """
-        told = f"{parameters / 1e9:.1f} billion parameters in 16 bits: zero3 would hold a copy of all on each rank"
+        told = f"{parameters / 1e9:.1f} billion trained parameters in 16 bits, of which zero3 holds copies on each rank"
         fits = self.strategy != "zero3" or not rounded or parameters <= _LARGEST_IN_ZERO3
         require(fits, "parallel.strategy", self.strategy, f'must be "fsdp" for {told}')
 

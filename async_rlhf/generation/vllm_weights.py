@@ -10,7 +10,6 @@ the same with them as the learner.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,10 +24,11 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from async_rlhf.generation.broadcast import Receiver, gpu_of
+from async_rlhf.generation.placement import available_cores
 from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.weights import digests
 
-_HASHING = min(8, len(os.sched_getaffinity(0)))
+_HASHING = min(8, available_cores())
 """Threads that compute checksums while weights are loaded; they hold no lock of Python's meanwhile."""
 
 

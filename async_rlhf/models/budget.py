@@ -57,6 +57,10 @@ class PassMemory:
         sized = [replace(memory, update=one, annotate=one) for memory in self.models]
         return sum(max((m.updating() if self.with_gradient else m.annotating()).values()) for m in sized)
 
+    def of_whole_rows(self) -> PassMemory:
+        """The same where ranks do not share rows."""
+        return replace(self, models=tuple(replace(memory, context=1) for memory in self.models))
+
     def tokens(self, room: float) -> int:
         """The most tokens whose pass holds no more bytes; at least 1."""
         fits, exceeds = 1, _MOST

@@ -344,8 +344,9 @@ def new_reward_model(
             raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; use a decoder model")
         head: Tensor = model.score.weight
         if is_on_meta(model):
-            head = torch.empty(head.shape).normal_()  # from_pretrained draws one, too
-            give_weight(model, "score.weight", head)
+            head = torch.empty(head.shape)
+            if give_weight(model, "score.weight", head):
+                head.normal_()  # from_pretrained draws what files lack, too
         nn.init.normal_(head, std=(model.score.in_features + 1) ** -0.5)
     model.config.pad_token_id = tokenizer.pad_token_id
     return disable_dropout(model)

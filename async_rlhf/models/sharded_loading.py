@@ -82,12 +82,13 @@ def is_on_meta(model: nn.Module) -> bool:
     return source_of(model) is not None
 
 
-def give_weight(model: nn.Module, name: str, weight: Tensor) -> None:
-    """Have an unread model take this weight, as it is when the model is sharded, and not what its files have."""
+def give_weight(model: nn.Module, name: str, weight: Tensor) -> bool:
+    """Have an unread model take this weight, as it is when the model is sharded. Returns whether its files lack it."""
     source = source_of(model)
     assert source is not None
-    source.origins[name] = weight
+    before, source.origins[name] = source.origins[name], weight
     source.digests.pop(name, None)
+    return isinstance(before, Tensor)
 
 
 def unread_model(

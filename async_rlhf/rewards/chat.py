@@ -101,7 +101,7 @@ class ChatModel:
     def _key(self, text: str) -> str:
         config = self.config
         return xxhash.xxh3_128(
-            f"{config.model}\0{config.max_tokens}\0{text}".encode(errors="backslashreplace")
+            f"{self._url}\0{config.model}\0{config.max_tokens}\0{text}".encode(errors="backslashreplace")
         ).hexdigest()
 
     def _ask(self, new: Sequence[str], label: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from async_rlhf.config import JudgeConfig
 from async_rlhf.config.base import require
 from async_rlhf.rewards.chat import MARKED, ChatModel, filled
-from async_rlhf.rewards.pairwise import Pair, PairwiseJudge, read_question
+from async_rlhf.rewards.pairwise import QUESTION, Pair, PairwiseJudge, read_question
 
 SCORE = f"""Here are a request and an answer to it. How good is the answer: how correct, helpful and clear? Length in \
 itself is no merit. {MARKED}
@@ -31,7 +31,10 @@ itself is no merit. {MARKED}
 
 Reply with a number from {{lowest}} for a useless answer to {{highest}} for one that could not be better, and nothing \
 else."""
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+ASKED = {"score": (SCORE, ("prompt", "completion")), "pairs": (QUESTION, ("prompt", "first", "second"))}
+"""The question, and the places that one of the user's own must have."""
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?")
+"""A score, maybe out of so many."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Judge(JudgeConfig):
         self.require_public()
         require(self.lowest < self.highest, "judge.highest", self.highest, f"must be above lowest ({self.lowest:g})")
         # An error in a file shows before anything is sampled.
-        _ = self._question if self.how == "score" else self._pairwise
+        read_question(self.prompt_file, *ASKED[self.how])
 
     @property
     def by_prompt(self) -> bool:
@@ -82,7 +85,7 @@ class Judge(JudgeConfig):
 
     def _read(self, reply: str) -> float:
         found = _NUMBER.findall(reply)
-        score = float(found[0]) if found else math.nan
+        score = float(found[0]) if len(found) == 1 else math.nan  # "from 1 to 10: 7" may be read as one likes
         inside = self.lowest <= score <= self.highest
         return (score - self.lowest) / (self.highest - self.lowest) if inside else math.nan
 
@@ -101,7 +104,7 @@ class Judge(JudgeConfig):
 
     @cached_property
     def _question(self) -> str:
-        return read_question(self.prompt_file, SCORE, ("prompt", "completion"))
+        return read_question(self.prompt_file, *ASKED["score"])
 
     @cached_property
     def _chat(self) -> ChatModel:

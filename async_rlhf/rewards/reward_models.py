@@ -29,6 +29,8 @@ class RewardModels(Checked):
     models compute in the thread of reward functions: on a CPU or a GPU of their own, beside training.
     """
 
+    _group = "reward_models."
+
     models: list[str] = key(REQUIRED)
     """Folders or hub names."""
     how: Literal["mean", "minimum", "mean_less_deviation"] = "mean"
@@ -45,7 +47,7 @@ class RewardModels(Checked):
     __name__ = "reward_models"
 
     def check(self) -> None:
-        require(len(self.models) > 0, "models", self.models, "must name one at least")
+        require(len(self.models) > 0, "reward_models.models", self.models, "must name one at least")
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
@@ -87,7 +89,8 @@ class RewardModels(Checked):
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
-        return (*tokenizer.encode(prompt + completion), tokenizer.eos_token_id)
+        tokens, end = tokenizer.encode(prompt + completion), tokenizer.eos_token_id
+        return (*tokens, end) if tokens[-1:] != [end] else tuple(tokens)  # some tokenizers add it
     chat = [*_messages(prompt), {"role": "assistant", "content": completion}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     return tuple(tokenizer.encode(text, add_special_tokens=False))

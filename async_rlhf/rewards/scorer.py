@@ -277,7 +277,7 @@ class Scorer:
         key, device = "annotate_max_tokens (reward model)", self._device
         assert self.reward_model is not None
         assert device is not None
-        passes = PassMemory.of([self.reward_model], self.config, self.parallel, with_gradient=False)
+        passes = PassMemory.of([self.reward_model], self.config, self.parallel, with_gradient=False).of_whole_rows()
         return min(self.ranks.gather(key, fitting_tokens(key, passes, device, to_come=0.0)))
 
     @property

@@ -15,7 +15,9 @@ from async_rlhf.run.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") or part == "runs" for part in path.relative_to(ROOT).parts)
 )
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 

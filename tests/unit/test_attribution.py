@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import count_letters
+from tiny import count_letters, mixture
 
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config.online import LoRAConfig
@@ -247,6 +247,22 @@ def test_leaving_out_all_of_a_mini_batch_leaves_its_step_to_momentum(make_policy
     by_momentum = Removal(update, experience, after, update.step_to(after)).effect(clones(update.policy))
     assert effect.change == pytest.approx(by_momentum.change, rel=1e-4)
     assert Removal(update, experience, after, update.step_to(after)).effect(skipped).change > 1.05 * effect.change
+
+
+def test_of_a_mixture_it_takes_the_sampled_experts(tokenizer, prompts, make_args):
+    """The routers have moved since: by their own choice gradients would be others, and not add up."""
+    args = make_args(router_replay=True, num_mini_batches=1, per_device_train_batch_size=8, learning_rate=1e-3)
+    trainer = make_trainer(lambda: mixture("mixtral"), tokenizer, prompts, args)
+    scored = sampled(trainer)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainer.learner.policy.named_parameters():
+            if "gate.weight" in name:
+                parameter += torch.randn_like(parameter)
+    update, experience, after = taken(trainer, scored)
+    assert experience.routes_BTLE is not None
+    found = contributions(update, experience, update.step_to(after))
+    assert found.units_U.sum().item() == pytest.approx(found.total, rel=1e-3)
 
 
 def _less(experience, units):

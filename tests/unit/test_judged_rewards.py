@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import threading
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def test_scores_are_shares_of_the_scale(make, tmp_path):
 
 
 def test_a_reply_off_the_scale_is_no_reward(make):
-    for reply in ("excellent", "11", "0", ""):
+    for reply in ("excellent", "11", "0", "", "On a scale from 1 to 10: 7", "3 or 4"):
         with serving(Server(lambda text, reply=reply: reply)) as url:
             (reward,) = make(url, model=f"m{reply}")(["p"], ["o"])
         assert reward != reward, reply
@@ -122,6 +123,14 @@ def test_failures_are_retried_then_named_and_nothing_is_lost(make, monkeypatch, 
     assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("how", ["score", "pairs"])
+def test_a_judge_travels_to_reward_workers(make, how, tmp_path):
+    """Reward workers of Ray get a copy, and checking the options has read no memory."""
+    (tmp_path / "judge.jsonl").write_text("not read")
+    one = make("http://localhost:1/v1", how=how)
+    assert pickle.loads(pickle.dumps(one)) == one
+
+
 def test_options_that_cannot_be(tmp_path):
     with pytest.raises(
         ConfigError, match=r"judge.url: got 'a URL with a password'; must have no user and password in it"
@@ -132,7 +141,7 @@ def test_options_that_cannot_be(tmp_path):
     (tmp_path / "question").write_text("{prompt}")
     with pytest.raises(ConfigError, match=r"judge.prompt_file: .* must have \{completion\} in it"):
         judge(url="http://host/v1", model="m", prompt_file=str(tmp_path / "question"))
-    with pytest.raises(ConfigError, match=r"models: got \[\]; must name one at least"):
+    with pytest.raises(ConfigError, match=r"reward_models.models: got \[\]; must name one at least"):
         reward_models(models=[])
     with pytest.raises(ConfigError, match=r"reward_server.template: got 'x'; must have \{completion\} in it"):
         reward_server(url="http://host", template="x")

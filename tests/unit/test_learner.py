@@ -446,6 +446,8 @@ def test_prompts_whose_rewards_differ_are_trained_on_first(
 def test_what_cannot_be_chosen_among_is_refused(make_args):
     with pytest.raises(ConfigError, match=r"trained_prompts: got 9; must be at most 8, the prompts of a batch"):
         make_args(per_device_train_batch_size=8, num_mini_batches=1, trained_prompts=9)
+    with pytest.raises(ConfigError, match=r"trained_prompts: got 3; must be a multiple of num_mini_batches 2"):
+        make_args(per_device_train_batch_size=4, num_mini_batches=2, trained_prompts=3)
     with pytest.raises(ConfigError, match=r"trained_prompts: got 2; must be null with samples_per_prompt 1"):
         make_args(algorithm="ppo", samples_per_prompt=1, trained_prompts=2)
 

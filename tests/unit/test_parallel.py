@@ -97,7 +97,7 @@ def test_generators_take_the_gpus_that_no_rank_uses(monkeypatch):
 
 def test_zero3_is_refused_where_each_rank_would_hold_a_rounded_copy_of_a_large_model():
     zero, large = ParallelConfig("zero3", ranks=8), 8_000_000_000
-    with pytest.raises(ConfigError, match=r"parallel.strategy: got 'zero3'; must be \"fsdp\" for 8.0 billion param"):
+    with pytest.raises(ConfigError, match=r"strategy: got 'zero3'; must be \"fsdp\" for 8.0 billion trained"):
         zero.require_size(large, rounded=True)
     zero.require_size(large, rounded=False)
     zero.require_size(2_800_000_000, rounded=True)

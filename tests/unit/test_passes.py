@@ -30,6 +30,7 @@ from async_rlhf.models.budget import (
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, dealt
+from async_rlhf.rewards import scorer
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -184,6 +185,22 @@ def memory(model, sharing: int = 1, **changes) -> PassMemory:
     config, parallel = replace(OnlineConfig(), **{"gradient_checkpointing": False, **changes}), Parallel()
     parallel.context = ContextGroup(sharing)
     return PassMemory.of([model], config, parallel, with_gradient=True)
+
+
+def test_a_reward_model_reads_whole_rows_where_ranks_share_those_of_the_policy(
+    make_reward_model, tokenizer, make_args, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(scorer, "fitting_tokens", lambda key, passes, *rest, **more: asked.append(passes) or 9)
+    for sharing in (1, 4):
+        parallel = Parallel()
+        parallel.context = ContextGroup(sharing)
+        one = scorer.Scorer(
+            tokenizer, make_args(annotate_max_tokens="auto"), make_reward_model(), (), parallel=parallel
+        )
+        assert one._passes.tokens == 9
+    assert memory(new_policy(), sharing=4).tokens(1e9) > 2 * memory(new_policy()).tokens(1e9)
+    assert asked[0].tokens(1e9) == asked[1].tokens(1e9)
 
 
 def test_on_a_cpu_auto_is_what_is_of_use_there_and_the_log_says_so(caplog):

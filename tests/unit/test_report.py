@@ -487,6 +487,7 @@ RISES = {"objective/scores": lambda i: 0.1 * i}
             "good fell from 1.08 to -5.04; it was highest about batch 12",
         ),
         ({**RISES, "reward/good": lambda i: 0.01 * (i - 12) ** 2}, None, ""),
+        ({**RISES, "reward/skipped": lambda i: 0.0 if i > 2 else 1e-9}, "Rewards are missing", "0 completions"),
         ({"engine/logprob_difference": 0.1}, "Engine and learner disagree", "0.1 nats"),
         ({"engine/sampling_evidence": lambda i: 3.5 if i == 7 else 0}, "The engine may not draw what it says", "3.5"),
         ({"grad_norm": lambda i: 50.0 if i == 7 else 1.0}, "A gradient stands out", "batch 7 has the norm 50"),

@@ -35,6 +35,7 @@ from async_rlhf.models import sharded_loading, weight_sources
 from async_rlhf.models.adapters import add_adapters, is_adapter
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.loading import frozen_checksum, load_policy, load_reward_model
+from async_rlhf.models.loading import new_reward_model as new_reward_head
 from async_rlhf.models.sharded_loading import fill_in_turn, is_on_meta, take_weights
 from async_rlhf.models.values import new_value_model
 
@@ -178,6 +179,18 @@ def test_a_value_model_on_the_policys_body_is_unread_as_well(one_of_three, tmp_p
     assert frozen_checksum(value) == frozen_checksum(right)
     one_of_three().prepare(value, [value], lambda: torch.optim.SGD(value.parameters(), lr=0.1))
     assert_shares(value, right)
+
+
+@pytest.mark.parametrize("start", [new_policy, new_reward_model])
+def test_a_new_reward_model_has_the_same_head_whether_its_body_is_read_or_not(start, tmp_path):
+    """Drawn anew, also on the body of another reward model."""
+    start().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    whole, unread = (new_reward_head(str(tmp_path), byte_tokenizer(), seed=3, on_meta=m) for m in (False, True))
+    assert is_on_meta(unread)
+    assert frozen_checksum(unread) == frozen_checksum(whole)
+    other = new_reward_head(str(tmp_path), byte_tokenizer(), seed=4)
+    assert not torch.equal(other.score.weight, whole.score.weight)
 
 
 def test_a_checkpoints_weights_replace_those_of_the_start(one_of_three, tmp_path):

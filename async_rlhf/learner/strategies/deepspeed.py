@@ -45,7 +45,7 @@ class ZeRO(Parallel):
         self, model: nn.Module, parts: Sequence[nn.Module], make: Callable[[], torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
         if self.is_sharded:
-            size = sum(parameter.numel() for parameter in model.parameters())
+            size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             self.config.require_size(size, self.run.bf16 or self.run.fp16)
         super().prepare(model, parts, make)  # while weights have their shapes, which say what decays
         read = {on_meta: weight for part in parts for on_meta, weight in self._read(part).items()}

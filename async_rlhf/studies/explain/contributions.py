@@ -221,7 +221,8 @@ class _Meter:
     def _output(self, unit: int) -> PolicyOutput:
         rows, learner = self._rows(unit), self.update.learner
         temperature = learner.config.generation.temperature
-        return learner.parallel.forward(rows.tokens_BT, rows.sampled_BT.cpu(), temperature, True, rows.positions_BT)
+        how = temperature, True, rows.positions_BT, rows.routes_BTLE
+        return learner.parallel.forward(rows.tokens_BT, rows.sampled_BT.cpu(), *how)
 
     def _slopes(self, units: list[int]) -> list[tuple[Tensor, Tensor | None]]:
         """The derivatives of log-probabilities and values of each unit along the step, from where the weights are."""

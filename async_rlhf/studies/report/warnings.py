@@ -183,8 +183,8 @@ def _hacking(run: ReadRun) -> Iterator[Warned]:
             f"The {up}, that on held-out prompts fell from {held_out[0]:.3g} to {held_out[-1]:.3g}. The policy learns "
             "the training prompts by heart, or they differ in kind. Use more prompts, or an earlier checkpoint.",
         )
-    for key in dict.fromkeys(key for row in run.rows for key in row if key.startswith("reward/")):
-        if score.rises and (part := _ends(run, key)).falls:
+    for key in _rewards_of(run) if score.rises else ():
+        if (part := _ends(run, key)).falls:
             name = key.removeprefix("reward/")
             yield Warned(
                 "The rewards part",
@@ -206,6 +206,15 @@ def _hacking(run: ReadRun) -> Iterator[Warned]:
             f"The {up}, the length from {length.start:.3g} to {length.end:.3g} tokens. The reward may pay for length: "
             "compare at equal length (async-rlhf evaluate), or set length_penalty.",
         )
+
+
+def _rewards_of(run: ReadRun) -> list[str]:
+    """The metrics of the run's rewards, but for those that count against the score."""
+    found = list(dict.fromkeys(key for row in run.rows for key in row if key.startswith("reward/")))
+    functions = [key for key in found if key not in ("reward/model", "reward/skipped")]
+    weights = run.config.get("reward_weights") or [1.0] * len(functions)
+    against = {key for key, weight in zip(functions, weights, strict=False) if weight < 0}
+    return [key for key in found if key != "reward/skipped" and key not in against]
 
 
 def _peak(run: ReadRun, key: str) -> float:
