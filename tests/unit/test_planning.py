@@ -450,6 +450,8 @@ def test_seconds_of_the_learner_worked_by_hand():
     assert line.learn_seconds(1) == pytest.approx(forward + update)
     # All but one part of 4 bytes a parameter goes round twice.
     assert line.learn_seconds(4) == pytest.approx((forward + update) / 4 + 2 * 0.75 * 4e9 / 10e9)
+    half = Roofline(PLAIN, SMALL, replace(BATCH, trained_prompts=4))  # of 8 prompts
+    assert half.learn_seconds(1) == pytest.approx(forward + update / 2)
     twice = Roofline(PLAIN, replace(SMALL, recompute=True), replace(BATCH, num_epochs=2, num_mini_batches=3))
     assert twice.learn_seconds(2) == pytest.approx((forward + 2 * update * 8 / 6) / 2 + 6 * 2 * 0.5 * 4e9 / 10e9)
 

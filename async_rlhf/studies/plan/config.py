@@ -197,6 +197,8 @@ class WorkloadConfig(Checked):
     """Mean length of a completion; null for response_length."""
     trained_per_prompt: int | None = key(None, at_least(1))
     """Completions of a prompt that are trained on; null for K (DPO: 2, best-of-K: 1)."""
+    trained_prompts: int | None = key(None, at_least(1))
+    """Prompts of a batch that are trained on; null for the recipe's train.trained_prompts, or all."""
     longest_prompt: int | None = key(None, at_least(1))
     """Most tokens of a prompt, for the memory of a pass; null for the recipe's longest, or else prompt_tokens."""
     train_rows: int | None = key(None, at_least(1))

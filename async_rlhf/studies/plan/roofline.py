@@ -46,6 +46,12 @@ class Batch:
     tensor_parallel: int | None = None
     values: bool = False
     """Whether the recipe's algorithm has a value model."""
+    trained_prompts: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Completions that are trained on."""
+        return (self.trained_prompts or self.prompts) * self.trained_per_prompt
 
 
 def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
@@ -67,6 +73,8 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     require(tokens <= whole.response_length, "workload.response_tokens", tokens, right)
     trained = whole.trained_per_prompt or samples
     require(trained <= samples, "workload.trained_per_prompt", trained, f"must be at most the {samples} of a prompt")
+    most, right = whole.trained_prompts or whole.prompts, f"must be at most the {whole.prompts} of a batch"
+    require(most <= whole.prompts, "workload.trained_prompts", most, right)
     recompute = None if recipe is None else recipe.train.gradient_checkpointing
     needs = None if recipe is None else find(recipe.algorithm).needs(recipe.train)
     return Batch(
@@ -86,6 +94,7 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         whole.eval_completions,
         whole.tensor_parallel,
         needs is not None and needs.copies_reward,
+        whole.trained_prompts,
     )
 
 
@@ -104,6 +113,7 @@ def _workload(recipe: RunConfig) -> WorkloadConfig:
         prompt_tokens=float(train.prompt_cap),
         response_length=train.generation.response_length,
         trained_per_prompt=algorithm.rows_per_prompt(train),
+        trained_prompts=train.trained_prompts,
         longest_prompt=train.prompt_cap,
         train_rows=train.rows_of_pass(algorithm.rows_per_unit),
         annotate_rows=train.rows_annotated,
@@ -249,7 +259,7 @@ class Roofline:
         length = batch.prompt_tokens + batch.response_tokens
         peak = hardware.tflops * 1e12 * learners
         scored = batch.prompts * batch.samples_per_prompt * length
-        trained = batch.prompts * batch.trained_per_prompt * length * batch.num_epochs
+        trained = batch.rows * length * batch.num_epochs
         here = [] if model.frozen_devices else self._judges
         judges, trains = sum(map(self._forward, (*here, self._value))), self._forward(self._policy)
         trains += self._forward(self._value)
