@@ -135,8 +135,8 @@ def test_every_algorithm_is_as_exact(
 
 
 def test_choosing_prompts_by_their_signal_is_as_exact(make_policy, tokenizer, prompts, make_args):
-    """Five of eight prompts of each batch are trained on, whoever samples them, and in a run that is resumed."""
-    args = make_args(algorithm="grpo", staleness=2, samples_per_prompt=2, total_episodes=40, trained_prompts=5)
+    """Six of eight prompts of each batch are trained on, whoever samples them, and in a run that is resumed."""
+    args = make_args(algorithm="grpo", staleness=2, samples_per_prompt=2, total_episodes=40, trained_prompts=6)
     run_trainer(make_policy, tokenizer, prompts, args, stop_after=2)
     ours = run_trainer(make_policy, tokenizer, prompts, replace(args, resume=True))
     assert_same_run(ours, sequential_oracle(make_policy, tokenizer, prompts, args, "grpo"))
