@@ -485,8 +485,7 @@ def test_rewards_by_actors_are_those_of_one_process_ties_errors_and_all(
     ray_config = RayConfig(address=cluster.address, reward_workers=2, reward_labels=ACTORS)
     args = make_args(staleness=1, annotate_batch_size=4, launch="ray", ray=ray_config, bf16=True)
     connect(args)
-    stateful = Counted()
-    functions = [count_letters, moody, stateful]
+    functions = [count_letters, moody, stateful := Counted()]
     ours = RayScorer(tokenizer, args, make_reward_model(), functions)
     theirs = Scorer(tokenizer, args, make_reward_model(), [count_letters, moody, Counted()])
     assert ours.reward_model.gpt_neox.layers[0].mlp.dense_h_to_4h.weight.dtype == torch.bfloat16  # the same numbers

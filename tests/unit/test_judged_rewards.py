@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -249,30 +246,10 @@ class Classifier:
     def __init__(self, form):
         self.form, self.bodies, self.statuses = form, [], []
 
-    def reply(self, body):
+    def answer(self, path: str, headers, body: dict) -> tuple[int, object]:
+        assert path == "/v1/classify"
         self.bodies.append(body)
-        return self.form([float(len(text)) for text in body["input"]])
-
-
-@contextmanager
-def classifying(server: Classifier):
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status = server.statuses.pop(0) if server.statuses else 200
-            data = json.dumps(server.reply(body)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_port}/classify"
-        http.shutdown()
+        return (self.statuses.pop(0) if self.statuses else 200), self.form([float(len(text)) for text in body["input"]])
 
 
 def as_vllm(scores):
@@ -285,9 +262,9 @@ def test_a_server_scores_texts_in_batches(form, monkeypatch):
     monkeypatch.setattr(chat, "_wait", lambda stop, seconds: None)
     server = Classifier(form)
     server.statuses = [503]
-    with classifying(server) as url:
+    with serving(server) as url:
         reward = reward_server(
-            url=url, model="rm", template="Q: {prompt}\nA: {completion}", batch_size=4, concurrency=1
+            url=f"{url}/classify", model="rm", template="Q: {prompt}\nA: {completion}", batch_size=4, concurrency=1
         )
         assert reward(PROMPTS, ["oo", "{prompt}", "x", "", "y", "zz"]) == [10.0, 16.0, 9.0, 8.0, 9.0, 10.0]
     assert [len(body["input"]) for body in server.bodies] == [4, 4, 2]
@@ -299,5 +276,5 @@ def test_a_server_scores_texts_in_batches(form, monkeypatch):
     "form", [lambda scores: {"scores": scores[1:]}, lambda scores: {"error": "no"}, lambda scores: "x"]
 )
 def test_a_reply_that_cannot_be_read_is_named(form):
-    with classifying(Classifier(form)) as url, pytest.raises(JudgeError, match="must be 2 scores, as"):
-        reward_server(url=url)(["p", "p"], ["a", "b"])
+    with serving(Classifier(form)) as url, pytest.raises(JudgeError, match="must be 2 scores, as"):
+        reward_server(url=f"{url}/classify")(["p", "p"], ["a", "b"])
