@@ -487,7 +487,7 @@ RISES = {"objective/scores": lambda i: 0.1 * i}
             "good fell from 1.08 to -5.04; it was highest about batch 12",
         ),
         ({**RISES, "reward/good": lambda i: 0.01 * (i - 12) ** 2}, None, ""),
-        ({**RISES, "reward/skipped": lambda i: 0.0 if i > 2 else 1e-9}, "Rewards are missing", "0 completions"),
+        ({**RISES, "reward/skipped": lambda i: 5.0 * (i <= 20)}, "Rewards are missing", "100 completions"),
         ({"engine/logprob_difference": 0.1}, "Engine and learner disagree", "0.1 nats"),
         ({"engine/sampling_evidence": lambda i: 3.5 if i == 7 else 0}, "The engine may not draw what it says", "3.5"),
         ({"grad_norm": lambda i: 50.0 if i == 7 else 1.0}, "A gradient stands out", "batch 7 has the norm 50"),
@@ -503,6 +503,16 @@ def test_each_warning_has_its_figure_and_no_other_is_raised(changes, title, figu
     found = warnings([made(tmp_path, rows)])
     assert [warned.title for warned in found] == ([] if title is None else [title])
     assert all(figure in warned.text for warned in found)
+
+
+def test_a_penalty_that_falls_is_what_is_wanted(tmp_path):
+    rows = [
+        {**FLAT, "objective/scores": 0.1 * i, "reward/right": 0.1 * i, "reward/slips": 5 - 0.1 * i} for i in range(41)
+    ]
+    run = made(tmp_path, rows)
+    assert [warned.title for warned in warnings([run])] == ["The rewards part"]
+    weighed = replace(run, config={**run.config, "reward_weights": [1.0, -1.0]})
+    assert warnings([weighed]) == []
 
 
 def test_training_against_held_out_and_gold_rewards(tmp_path):
