@@ -104,11 +104,11 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """Short forms as options: ``replay RUN``, ``explain RUN`` and ``workers RUN N`` as ``--run RUN --workers N``,
+    """Short forms as options: ``replay``, ``explain`` and ``feedback RUN`` as ``--run RUN``, ``workers RUN N`` too,
     ``report A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``recipes NAME`` as ``--name NAME``,
     ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as ``--train.resume=true``, ``sft --resume`` as
     ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
-    if name in ("replay", "explain") and words and not words[0].startswith("-"):
+    if name in ("replay", "explain", "feedback") and words and not words[0].startswith("-"):
         return ["--run", *words]
     if name == "recipes" and words and not words[0].startswith("-"):
         return ["--name", *words]

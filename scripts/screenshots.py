@@ -1,8 +1,9 @@
-"""Two pictures of a report: in the light on a desk, in the dark on a phone.
+"""Pictures of pages: a report in the light on a desk, and in the dark on a phone; what asks people.
 
     python scripts/screenshots.py runs/quickstart/report.html docs/commands
+    python scripts/screenshots.py 'http://127.0.0.1:8642/?token=TOKEN' docs/commands   # of async-rlhf feedback RUN
 
-Needs Chromium. It writes report_light.png and report_dark_phone.png.
+Needs Chromium. It writes report_light.png and report_dark_phone.png, or feedback.png.
 """
 
 from __future__ import annotations
@@ -25,5 +26,17 @@ def main(page: Path, folder: Path) -> None:
         shown.screenshot(folder / "report_dark_phone.png")
 
 
+def ask(url: str, folder: Path) -> None:
+    """Take the one of a question."""
+    with browser() as shown:
+        shown.call("Emulation.setDeviceMetricsOverride", width=900, height=420, deviceScaleFactor=1, mobile=False)
+        shown.call("Page.navigate", url=url)
+        shown.wait_for("document.getElementById('who')?.hidden === false")
+        shown.run("document.getElementById('name').value = 'ada'; document.querySelector('#who button').click()")
+        shown.wait_for("!document.getElementById('question').hidden")
+        shown.screenshot(folder / "feedback.png")
+
+
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    place, out = sys.argv[1], Path(sys.argv[2])
+    ask(place, out) if place.startswith("http") else main(Path(place), out)

@@ -60,6 +60,11 @@ COMMANDS = {
         "studies.report.config:ReportConfig",
         "studies.report.command",
     ),
+    "feedback": Command(
+        "ask people about a run's completions, or write down what they have said",
+        "studies.feedback.config:PeopleConfig",
+        "studies.feedback.command",
+    ),
     "recipes": Command("list the recipes, or copy one to here", "commands.recipes:RecipesConfig"),
     "config": Command(
         "migrate FILE: rewrite the original's YAML in our format",

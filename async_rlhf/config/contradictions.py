@@ -42,6 +42,7 @@ def check_together(config: OnlineConfig) -> None:
     right = 'must be null with placement "inline", where nothing is sent'
     require(size is None or config.placement != "inline", "generation.prompts_per_request", size, right)
     _check_evaluation(config)
+    _check_feedback(config)
     _check_generation(config)
     if config.router_replay:
         _check_router_replay(config)
@@ -52,7 +53,7 @@ def check_together(config: OnlineConfig) -> None:
     _check_deterministic(config)
 
 
-def _default(config: OnlineConfig, name: str) -> Any:
+def _default(config: Any, name: str) -> Any:
     return type(config).__dataclass_fields__[name].default
 
 
@@ -112,6 +113,25 @@ def _check_trained(config: OnlineConfig) -> None:
     require(most is None or most % steps == 0, "trained_prompts", most, right)
     right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
     require(most is None or config.samples_per_prompt > 1, "trained_prompts", most, right)
+
+
+def _check_feedback(config: OnlineConfig) -> None:
+    """Refuse questions that cannot be asked, and lags that no batch has."""
+    feedback = config.feedback
+    if feedback.ask is None:
+        for name in ("answers", "max_lag", "labels_from"):
+            value, default = getattr(feedback, name), _default(feedback, name)
+            require(value == default, f"feedback.{name}", value, "must be left out without feedback.ask")
+        return
+    right = "must be at least 2 to compare two completions of a prompt"
+    samples = config.samples_per_prompt
+    require(feedback.ask == "rate" or samples > 1, "samples_per_prompt", samples, right)
+    right = f"must be at least the staleness, which is {config.staleness}"
+    require(
+        feedback.max_lag is None or feedback.max_lag >= config.staleness, "feedback.max_lag", feedback.max_lag, right
+    )
+    mode = config.staleness_mode
+    require(mode == "exact", "staleness_mode", mode, 'must be "exact" with feedback.ask')
 
 
 def _check_evaluation(config: OnlineConfig) -> None:

@@ -12,6 +12,7 @@ from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, 
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.ray import RayConfig
+from async_rlhf.config.rewards import FeedbackConfig
 
 if TYPE_CHECKING:
     from async_rlhf.config.policy import KLConfig
@@ -200,6 +201,8 @@ class OnlineConfig(TrainingConfig):
     reward_timeout: float | None = key(None, above(0), may_change="the machine may be slower")
     """Seconds that the reward functions may take together for a batch; null for no limit. With a limit, functions that
     can be found by name are called in separate processes, which are killed at the limit."""
+    feedback: FeedbackConfig = key(FeedbackConfig)
+    """Labels that people give while the run goes on."""
     logging_steps: int = key(1, at_least(1), role="log")
     """Batches between two lines in the log."""
     save_steps: int = key(0, at_least(0), may_change=_KEPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,8 @@ class Scorer:
         self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
+        if config.feedback.ask is not None:
+            self._weights["feedback"] = 1.0
         try:
             json.dumps(self.state())
         except (TypeError, ValueError) as error:
@@ -152,6 +155,11 @@ class Scorer:
             failed_R |= torch.tensor([has_failed(value) for value in values])
         if self.reward_funcs:
             metrics["time/reward_funcs"] = judged.seconds
+        if batch.labels is not None:
+            said = [math.nan if label is None else label for labels in batch.labels.rewards_PK for label in labels]
+            rewards["feedback"] = torch.tensor(said, dtype=torch.float64)
+            failed_R |= rewards["feedback"].isnan()
+            metrics["feedback/unlabelled"] = float(rewards["feedback"].isnan().sum())
         scores_R = self.total(rewards, failed_R, samples, self.config)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
@@ -357,7 +365,7 @@ class Scorer:
 
 
 def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:
-    """Names of what a scored batch is measured by."""
+    """Names of what scored answers of an evaluation are measured by."""
     names = [*(["model"] if with_model else []), *_by_name(reward_funcs, _taken(with_model))]
     return ["objective/scores", "objective/scores_std", *(f"reward/{name}" for name in names), *_ABOUT_LENGTH]
 
@@ -367,7 +375,7 @@ _ABOUT_LENGTH = ("val/num_eos_tokens", "val/ended_share", "val/response_length")
 
 def _taken(with_model: bool) -> set[str]:
     """Names that no function can have."""
-    return {"skipped", "model"} if with_model else {"skipped"}
+    return {"skipped", "feedback", *(["model"] if with_model else [])}
 
 
 def _stoppable(functions: Mapping[str, RewardFunction], limit: float | None) -> dict[str, RewardFunction]:

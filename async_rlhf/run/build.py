@@ -20,7 +20,7 @@ from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
-from async_rlhf.config.rewards import check_bits
+from async_rlhf.config.rewards import check_bits, check_rewards
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
 from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
@@ -99,9 +99,6 @@ class Inputs:
     """What :func:`begin` returned, where inputs were read after it."""
 
     def __post_init__(self) -> None:
-        given = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
-        right = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
-        require(given, "reward_model", None, right)
         optimizer, scheduler = self.optimizers
         alone = scheduler is None or optimizer is not None
         require(alone, "optimizers", type(scheduler).__name__, "must have an optimiser with the schedule")
@@ -203,6 +200,8 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     seed_all(config.seed)
     algorithm = _algorithm(config, inputs.algorithm)
     _check_stop(config, inputs)
+    judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or inputs.world.gives_rewards
+    check_rewards(judged, inputs.eval_dataset is not None, config.feedback, inputs.reward_model)
     inputs.world.check(config.generation.max_turns)
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None
     check_bits(config.reward_model_bits, inputs.reward_model, copied)

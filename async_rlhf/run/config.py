@@ -11,7 +11,7 @@ from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig, RepeatableConfig
 from async_rlhf.config.episodes import World
 from async_rlhf.config.online import OnlineConfig
-from async_rlhf.config.rewards import check_bits, check_functions
+from async_rlhf.config.rewards import check_bits, check_functions, check_rewards
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,8 @@ class RunConfig(Checked):
         require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
         steps, held = self.train.eval_steps, self.data.eval is not None or self.data.eval_fraction is not None
         require(steps == 0 or held, "train.eval_steps", steps, "must be 0 without data.eval or data.eval_fraction")
-        given = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
-        right = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
-        require(given, "reward_model", self.reward_model, right)
+        judged = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
+        check_rewards(judged, held, self.train.feedback, self.reward_model)
         check_functions(self.tools, "tools")
         for name in ("environment", "agent"):
             check_functions([] if getattr(self, name) is None else [getattr(self, name)], name)

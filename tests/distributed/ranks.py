@@ -22,7 +22,7 @@ from environments import Echo, forget
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
+from async_rlhf.config import FeedbackConfig, KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.distributed import loss_scale
 from async_rlhf.generation import remote
 from async_rlhf.learner.learner import Learner
@@ -162,6 +162,7 @@ def train(
     publishing: str | None = None,
     episodes: bool = False,
     agent: bool = False,
+    feedback: dict | None = None,
     **changes,
 ) -> None:
     """One run, as its arguments say.
@@ -179,6 +180,7 @@ def train(
         parallel=ParallelConfig(strategy=strategy, **({} if ranks is None else {"ranks": ranks}), **(parallel or {})),
         lora=LoRAConfig(rank=lora, target_modules=lora_targets or []),
         **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
+        feedback=FeedbackConfig(**(feedback or {})),
     )
     sizes = {"max_position_embeddings": 160} if episodes else {}
     trainer = OnlineTrainer(
