@@ -1,0 +1,1 @@
+"""People who label a run, and what they have said."""
