@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -449,6 +449,7 @@ def install() -> None:
     cuda.device_count = lambda: GPUS
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: None
+    cuda.device = lambda device: nullcontext()
     cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.get_device_name = lambda device=None: "simulated GPU"
     cuda.mem_get_info = lambda device=None: (80 * 10**9, 80 * 10**9)

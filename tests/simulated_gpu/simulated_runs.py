@@ -27,9 +27,10 @@ from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import process
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import snapshots, weights
+from async_rlhf.models import packing, snapshots, weights
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.copy_stream import AsyncCopy
+from async_rlhf.models.packing import is_packed
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
 
@@ -60,6 +61,10 @@ def is_deterministic(folder: Path) -> tuple[bool, list[dict[str, float]]]:
         torch.use_deterministic_algorithms(False)
 
 
+AS_ON_A_CPU = {"bf16": False, "max_tokens_per_pass": None, "annotate_max_tokens": None}
+"""What a CPU decides. A GPU's numbers are compared with its, so nothing may round otherwise."""
+
+
 class StopAfter(TrainerCallback):
     """Ends a run after some batches; its schedules are those of the whole run."""
 
@@ -80,7 +85,7 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
         options: of the configuration; "evaluates" adds held-out prompts.
     """
     held_out = PROMPTS[:5] if options.pop("evaluates", False) else None
-    args = new_args(folder, device=device, **options)
+    args = new_args(folder, device=device, **AS_ON_A_CPU | options)
     trainer = OnlineTrainer(
         new_policy(),
         args,
@@ -100,6 +105,26 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
     return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def by_itself(folder: Path) -> tuple[dict[str, Any], list[bool]]:
+    """A run for which a GPU decides. Returns what it decided, and whether all models are packed.
+
+    The kernel for packed rows is not simulated: they are computed one by one.
+    """
+    args = new_args(folder, device="cuda:0", algorithm="grpo", staleness=1)
+    policy, reward, tokenizer = new_policy(), new_reward_model(), byte_tokenizer()
+    trainer = OnlineTrainer(
+        policy, args, PROMPTS, reward_model=reward, processing_class=tokenizer, callbacks=[StopAfter(2)]
+    )
+    has_kernel, packing.runs_kernel = packing.runs_kernel, lambda device: False
+    try:
+        trainer.train()
+    finally:
+        packing.runs_kernel = has_kernel
+    found = {name: getattr(trainer.args, name) for name in ("bf16", "max_tokens_per_pass", "annotate_max_tokens")}
+    models = (policy, trainer.learner.reference, trainer.run.scorer.reward_model)
+    return found | {"dtype": trainer.args.generation.dtype}, list(map(is_packed, models))
+
+
 @dataclass(frozen=True)
 class Update:
     """The traffic of training on one batch."""
@@ -117,7 +142,7 @@ class Update:
 
 def update(folder: Path, **options: Any) -> Update:
     """Train on one batch. The optimiser's own waits are left out: they are for its step, not for a micro-batch."""
-    args = new_args(folder, device="cuda:0", **options)
+    args = new_args(folder, device="cuda:0", **AS_ON_A_CPU | options)
     policy, reward, tokenizer = new_policy(), new_reward_model(), byte_tokenizer()
     trainer = OnlineTrainer(
         policy, args, PROMPTS, reward_model=reward, processing_class=tokenizer, callbacks=[StopAfter(1)]
