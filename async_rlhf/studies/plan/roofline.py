@@ -21,6 +21,8 @@ from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, pa
 
 _WEIGHT_BYTES, _GATHERED_BYTES = 4.0, 2.0  # the learner's are float32, and cast before they are gathered
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_HEAD = 128
+"""Numbers of a head, in Llama, Mistral and Qwen3."""
 _MOST_PARALLEL = 8
 """Devices of a host that are near enough to each other for tensor parallelism."""
 
@@ -278,7 +280,27 @@ class Roofline:
             forward = max(forward, (self._frozen + self._value) * whole * scored / length / batch.annotate_rows)
             update = max(update, 2 * self._trained * whole * trained / length / batch.train_rows)
         summed = 2 * around * self._trained * model.gradient_bytes / gbs
-        return forward + update + summed * batch.num_epochs * batch.num_mini_batches
+        passes = 3 if self.recompute(learners) else 2  # its backward pass exchanges gradients
+        exchanged = self._exchanged * (passes * self._trained * trained + (self._value + self._shared) * scored)
+        exchanged /= self._policy * learners * gbs
+        return forward + update + exchanged + summed * batch.num_epochs * batch.num_mini_batches
+
+    @property
+    def _exchanged(self) -> float:
+        """Bytes that a learner sends for each of its tokens in a forward pass of the policy, if learners share rows:
+        queries, keys, values and what attention returns, in each block. Keys and values have as many heads as there are
+        learners, or more.
+        """
+        model, shared = self.model, self.model.context_parallel
+        queries = model.attention_width or shape_of(model).hidden
+        keys = min(queries, max(model.kv_width, shared * _HEAD))
+        each = 2 if self._bf16 else 4
+        return (shared - 1) / shared * model.layers * 2 * (queries + keys) * each
+
+    @property
+    def _shared(self) -> float:
+        """Parameters of the frozen models that learners compute and whose rows they share: not of the reward model."""
+        return 0.0 if self.model.frozen_devices else self._judges[0]
 
     def _attention(self, seen: float) -> float:
         """Operations of attention for a token that sees so many, without what is in the weights: scores and their sums
@@ -367,8 +389,14 @@ class Roofline:
 
     def phases(self, learners: int, recompute: bool | str) -> dict[str, float]:
         """Bytes of each of this many learners at the peak of each phase."""
-        each = [memory.phases() for memory in self.memories(learners, recompute)]
-        return {name: sum(phases[name] for phases in each) for name in each[0]}
+        memories = self.memories(learners, recompute)
+        each = [memory.phases() for memory in memories]
+        found = {name: sum(phases[name] for phases in each) for name in each[0]}
+        if self.model.context_parallel > 1 and self._frozen and self._judges[1]:  # it reads whole rows
+            whole = replace(memories[0], context=1, shape=replace(memories[0].shape, parameters=self._judges[1]))
+            held = sum(memory.held() for memory in memories)
+            found["annotate"] = max(found["annotate"], held + max(whole.annotating().values()))
+        return found
 
     def memories(self, learners: int, recompute: bool | str) -> list[LearnerMemory]:
         """Of the policy with the frozen models, and of the value model, which is trained in the same passes."""
