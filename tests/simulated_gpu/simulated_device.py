@@ -445,7 +445,7 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
-    cuda.is_available = lambda: True
+    cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: GPUS
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: None

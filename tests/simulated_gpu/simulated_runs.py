@@ -6,12 +6,16 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,10 @@ from transformers import TrainerCallback
 
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import process
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models import packing, snapshots, weights
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.copy_stream import AsyncCopy
@@ -181,6 +187,54 @@ class Published:
     """Whether the weights are those of the moment, although they changed as soon as that thread went on."""
     pinned: int
     """Bytes of the host that a GPU could copy to by itself."""
+
+
+@dataclass(frozen=True)
+class PathOfWeights:
+    """What bringing a version from one GPU to a generator on another one touches."""
+
+    bytes: Mapping[str, float]
+    """Of each parameter, by step."""
+    threads: int
+    """That compute the learner's checksums."""
+    pinned: bool
+    """Whether the generator's GPU copies from the memory of the host by itself."""
+
+
+def path_of_weights() -> PathOfWeights:
+    """Publish on the first GPU, and have a worker's engine on the second one load the version."""
+    policy, hashed, threads = new_policy().to("cuda:0"), Counter[str](), set[int]()
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    who, digest, all_at_work = "the learner's checksums", weights.digest, threading.Barrier(weights.HASHING)
+
+    def counted(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> str:
+        parts = list(parts)
+        hashed[who] += sum(part.nbytes for part in parts)
+        if who == "the learner's checksums" and threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            all_at_work.wait(20)
+        return digest(dtype, shape, parts)
+
+    weights.digest = counted
+    try:
+        ring = snapshots.SnapshotRing.for_model(policy, torch.bfloat16, 2)
+        with traffic() as out:
+            ring.publish(policy, 1, ALONE)
+        args = new_args(Path(), device="cuda:0", generation={"dtype": "bfloat16"})
+        own = pickle.loads(ForkingPickler.dumps(ring))
+        spec = ModelSpec.for_workers(args, policy, ALONE, "cuda:1", 1)
+        handler = RequestHandler(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
+        pinned = own.memory.data_ptr() in simulated_device.SimulatedRuntime.pinned
+        who = "the generator's checksums"
+        with traffic() as there:
+            found = handler.engine.load(own.views(1), 1)
+        assert found == ring.published[1]
+    finally:
+        weights.digest = digest
+    own.close()
+    ring.close()
+    hashed |= {"to the host": sum(out.to_host.values()), "to the generator's GPU": sum(there.to_device.values())}
+    return PathOfWeights({name: size / parameters for name, size in hashed.items()}, len(threads), pinned)
 
 
 def publish_float32(kind: str, folder: Path) -> Published:
