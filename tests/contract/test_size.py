@@ -13,7 +13,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 23_165, 29_651, 35_796, 16, 497
+CORE, WHOLE, TESTED, NAMES, KEYS = 23_165, 29_651, 35_798, 16, 497
 """Each rises only with a feature, by what that feature needs."""
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
