@@ -64,7 +64,7 @@ def online_dpo_loss(output: PolicyOutput, pairs: Experience, config: OnlineDPOCo
     ratios_B = logps_B - reference_B
     chosen_U, rejected_U = ratios_B[0::2], ratios_B[1::2]
     losses_U = preference_loss(chosen_U, rejected_U, config.beta, config.loss_type) * pairs.loss_weights_U
-    rounded = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    rounded = torch.bfloat16 if config.in_bfloat16 else torch.float16 if config.fp16 else None
     metrics = {}
     if config.pair_weights != "none":
         log_ratios_BT = (output.logprobs_BT.detach() - pairs.behaviour_logprobs_BT) * sampled_BT

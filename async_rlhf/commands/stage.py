@@ -14,8 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import decides_result, dotted, with_new_keys
+from async_rlhf.config.base import decides_result, dotted, with_new_keys, without_gpu
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data import cache
@@ -84,6 +86,8 @@ class Stage:
     def identity(self) -> dict[str, Any]:
         """The marker's entries for configuration and inputs."""
         values = dotted(dataclasses.asdict(self.config))
+        if not torch.cuda.is_available():
+            values = without_gpu(values, self.config)  # as markers of older versions have them
         config = {key: value for key, value in values.items() if decides_result(self.config, key)}
         # Through JSON and back, so that it can be compared with a marker.
         return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))

@@ -42,7 +42,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     Returns:
         The metrics of the last batch that was logged.
     """
-    start = begin(config.train, config.model, prefix="train.")
+    start = begin(config.train, config.model, find(config.algorithm), prefix="train.")
     with start.watch.watching(), ExitStack() as stack:
         for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
             check_source(getattr(config, name), name)

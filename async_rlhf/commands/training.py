@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,6 +44,7 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel, reads_shares
+from async_rlhf.models.gpu_defaults import with_gpu_defaults
 from async_rlhf.models.loading import placed, require_alike
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.async_checkpoint import saving
@@ -236,6 +237,9 @@ def run_stage(stage: Stage, read: Callable[[bool], Task]) -> dict[str, Any]:
             configuration, or of other data.
     """
     with on_ranks(stage.config, stage.name) as ranks:
+        config, device = stage.config, rank_device(stage.config, ranks)
+        here = partial(with_gpu_defaults, config, config.model, device)
+        stage = replace(stage, config=ranks.broadcast("what the GPU decides", here))
         if (results := done_by(stage, ranks)) is None:
             check_integrations(stage.config.report_to)
             results = _train(stage, ranks, read)
@@ -249,7 +253,7 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool], Task]) -> dict[str
     compared = ranks.broadcast("what is compared", lambda: _compared(stage))
     if resumed is not None:
         require_same(resumed.config, compared, anyway)
-    task = lead_first(ranks, "reading", partial(read, reads_shares(config.parallel, config.bf16, ranks)))
+    task = lead_first(ranks, "reading", partial(read, reads_shares(config.parallel, config.in_bfloat16, ranks)))
     run = _prepared(config, task, ranks, folder, checkpoint, resumed)
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
     with ExitStack() as stack:

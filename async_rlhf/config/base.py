@@ -141,7 +141,13 @@ class Rule(NamedTuple):
 
 
 def key(
-    default: Any, *rules: Rule, role: Role = "result", may_change: str = "", must_stay: str = "", main: str = ""
+    default: Any,
+    *rules: Rule,
+    role: Role = "result",
+    may_change: str = "",
+    must_stay: str = "",
+    main: str = "",
+    without_gpu: Any = MISSING,
 ) -> Any:
     """A field of a configuration.
 
@@ -152,8 +158,10 @@ def key(
         may_change: why a run may be resumed with another value although the key decides the result.
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
         main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
+        without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
     """
     known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
+    known["without_gpu"] = without_gpu
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
     if isinstance(default, (list, dict)):  # each configuration gets its own copy
@@ -278,6 +286,13 @@ def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
         if value is not MISSING:
             found[name] = value
     return found
+
+
+def without_gpu(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Values with dotted names, where those that a GPU would decide are what they are without one."""
+    meant = {name: known_of(config, name).get("without_gpu", MISSING) for name in values}
+    open_ = {name for name, value in meant.items() if value is not MISSING and values[name] == _default(config, name)}
+    return {name: meant[name] if name in open_ else value for name, value in values.items()}
 
 
 def _default(config: Any, name: str) -> Any:

@@ -19,8 +19,10 @@ SCORE = "score"
 SEED = (at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
 MAX_COEFFICIENT = 1e15
 STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
-TOKENS = Rule(lambda tokens: tokens == "auto" or tokens >= 1, 'must be "auto", or at least 1')
+_WORDS = ("auto", "on_gpu")
+TOKENS = Rule(lambda tokens: tokens in _WORDS or tokens >= 1, 'must be "auto", "on_gpu", or at least 1')
 TokensPerPass = int | Literal["auto"] | None
+TokensOnGPU = int | Literal["auto", "on_gpu"] | None
 _BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
 TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
 """Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
@@ -71,14 +73,16 @@ class TrainingConfig(ModelCodeConfig):
     """Optimiser steps of linear warm-up."""
     weight_decay: float = key(0.0, at_least(0), at_most(MAX_COEFFICIENT, STAYS))
     """Weight decay of AdamW; biases and normalisation weights, which have one dimension, do not decay."""
-    max_tokens_per_pass: TokensPerPass = key(None, TOKENS)
+    max_tokens_per_pass: TokensOnGPU = key("on_gpu", TOKENS, without_gpu=None)
     """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. A
     batch keeps its size, and is cut into passes that cost about the same, for all ranks. A row, or pair, with more
     tokens gets a pass of its own. null for no limit but per_device_train_batch_size; "auto" for as many as fit into the
     GPU's memory (the log says how many), on a CPU for as many as are of use. With "auto", what is resumed may round
-    differently."""
-    bf16: bool = False
-    """Forward and backward under bfloat16 autocast; the weights stay float32."""
+    differently. "on_gpu" is, on a GPU that packs rows in 16 bits, the tokens of per_device_train_batch_size rows that
+    are as long as they can be, which shorter ones fill better; elsewhere, and with deterministic, null."""
+    bf16: Literal["auto", True, False] = key("auto", without_gpu=False)
+    """Forward and backward under bfloat16 autocast; the weights stay float32. "auto" is true on a GPU that has
+    bfloat16, and the log says so; elsewhere, and with fp16, false."""
     report_to: list[str] = key([], role="log")
     """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     resume: bool = key(False, role="place", main="output")
@@ -93,6 +97,11 @@ class TrainingConfig(ModelCodeConfig):
 
     def check(self) -> None:
         check_device(self.device, self.parallel.ranks)
+
+    @property
+    def in_bfloat16(self) -> bool:
+        """Whether ``bf16`` is true, and not "auto", which a run decides when it begins."""
+        return self.bf16 is True
 
 
 @dataclass(frozen=True, kw_only=True)

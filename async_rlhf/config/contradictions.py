@@ -185,9 +185,10 @@ def _check_router_replay(config: OnlineConfig) -> None:
 
 def _check_precision_and_penalty(config: OnlineConfig) -> None:
     """Refuse keys that would have no effect, and penalties that would reward."""
-    require(not (config.bf16 and config.fp16), "fp16", True, "must be false with bf16: there is one type to compute in")
+    right = "must be false with bf16: there is one type to compute in"
+    require(not (config.in_bfloat16 and config.fp16), "fp16", True, right)
     right = "must be false without bf16 and fp16, where everything is float32"
-    require(config.bf16 or config.fp16 or not config.head_float32, "head_float32", config.head_float32, right)
+    require(config.in_bfloat16 or config.fp16 or not config.head_float32, "head_float32", config.head_float32, right)
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         value, default = getattr(config, name), _default(config, name)
         right = 'must be left out with optimizer "adafactor", which has no such number'

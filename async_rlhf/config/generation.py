@@ -150,8 +150,9 @@ class GenerationConfig(TruncationConfig):
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
     """Where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the last first,
     or shares the only GPU with a learner on one rank; if the learner is on the CPU, so are its workers."""
-    dtype: Dtype = "float32"
-    """Type of the generator's weights, and so of the published snapshots. Inline generation uses the learner's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", without_gpu="float32")
+    """Type of the generator's weights, and so of the published snapshots. Inline generation uses the learner's own.
+    "auto" is bfloat16 where the learner computes in it on a GPU, else float32."""
     num_threads: int | None = key(None, at_least(1), role="speed", must_stay=SUMS)
     """CPU threads of each generator process; null shares the cores evenly with the learner."""
     max_restarts: int = key(3, at_least(0), role="speed")
@@ -175,6 +176,11 @@ class GenerationConfig(TruncationConfig):
     comparing takes less than 0.5% of a batch's computing, by the sizes of the run."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
+
+    @property
+    def weights_dtype(self) -> Dtype:
+        """``dtype``; "float32" while it is "auto", which a run decides when it begins."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     def check(self) -> None:
         served, engine = self.placement == "server", find(self.engine)

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_rlhf.config.base import APART, FOLDER, SUMS, Checked, Rule, above, at_least, at_most, inside, key, require
-from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensPerPass, TrainingConfig
+from async_rlhf.config.common import (
+    MAX_COEFFICIENT,
+    SEED,
+    STAYS,
+    TEMPERATURE,
+    TOKENS,
+    TokensOnGPU,
+    TokensPerPass,
+    TrainingConfig,
+)
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.ray import RayConfig
@@ -174,8 +183,8 @@ class OnlineConfig(TrainingConfig):
     annotate_batch_size: int | None = key(None, at_least(1))
     """Rows per pass without gradient (reference, reward and value model, old policy). null for 64, or for any number
     with annotate_max_tokens."""
-    annotate_max_tokens: TokensPerPass = key(None, TOKENS)
-    """Tokens of one such pass at most, like max_tokens_per_pass."""
+    annotate_max_tokens: TokensOnGPU = key("on_gpu", TOKENS, without_gpu=None)
+    """Tokens of one such pass at most, like max_tokens_per_pass; "on_gpu" takes annotate_batch_size rows."""
     packing: Literal["auto", True, False] = "auto"
     """Whether the rows of a pass become one sequence without padding, in which attention stays within each row. "auto"
     packs where max_tokens_per_pass or annotate_max_tokens is given, the model can, and it is faster: on a CPU, and with
@@ -304,12 +313,12 @@ class OnlineConfig(TrainingConfig):
     @property
     def most_units(self) -> int | None:
         """Most pairs or completions of a forward and backward pass; None for any number."""
-        return self.per_device_train_batch_size if self.max_tokens_per_pass is not None else self.units_by_pass
+        return self.per_device_train_batch_size if self.tokens_of_pass is not None else self.units_by_pass
 
     @property
     def most_annotated(self) -> int | None:
         """Most rows of a pass without gradient; None for any number."""
-        return self.annotate_batch_size or (ANNOTATED_ROWS if self.annotate_max_tokens is None else None)
+        return self.annotate_batch_size or (ANNOTATED_ROWS if self.tokens_annotated is None else None)
 
     def rows_of_pass(self, rows_per_unit: int) -> int:
         """Rows of the largest forward and backward pass, if all are as long as they can be.
@@ -317,12 +326,12 @@ class OnlineConfig(TrainingConfig):
         Args:
             rows_per_unit: of the algorithm.
         """
-        return self._rows(self.most_units, self.max_tokens_per_pass, rows_per_unit)
+        return self._rows(self.most_units, self.tokens_of_pass, rows_per_unit)
 
     @property
     def rows_annotated(self) -> int:
         """The same of a pass without gradient."""
-        return self._rows(self.most_annotated, self.annotate_max_tokens, 1)
+        return self._rows(self.most_annotated, self.tokens_annotated, 1)
 
     def _rows(self, units: int | None, tokens: TokensPerPass, rows_per_unit: int) -> int:
         """Of as many units as there may be, or as its tokens allow; "auto" takes what fits, so one unit must."""
@@ -334,7 +343,17 @@ class OnlineConfig(TrainingConfig):
     @property
     def by_tokens(self) -> bool:
         """Whether tokens limit a pass."""
-        return self.max_tokens_per_pass is not None or self.annotate_max_tokens is not None
+        return self.tokens_of_pass is not None or self.tokens_annotated is not None
+
+    @property
+    def tokens_of_pass(self) -> TokensPerPass:
+        """``max_tokens_per_pass``; None while it is "on_gpu", which a run decides when it begins."""
+        return None if self.max_tokens_per_pass == "on_gpu" else self.max_tokens_per_pass
+
+    @property
+    def tokens_annotated(self) -> TokensPerPass:
+        """The same of ``annotate_max_tokens``."""
+        return None if self.annotate_max_tokens == "on_gpu" else self.annotate_max_tokens
 
     @property
     def prompts_by_passes(self) -> int:

@@ -128,7 +128,7 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
             *("gradient_checkpointing", "save_steps", "seed", "device", "parallel", "trust_remote_code"),
             "checkpoint_format",
         )
-        by_tokens = self.max_tokens_per_pass is not None
+        by_tokens = self.max_tokens_per_pass not in (None, "on_gpu")
         return OnlineConfig(
             output_dir=folder,
             batches=steps,

@@ -180,8 +180,8 @@ def steps_of(config: OnlineConfig, trained_per_prompt: int, ranks: int, device: 
     generation = config.generation
     if generation.mismatch_steps != "auto":
         return generation.mismatch_steps
-    own = config.staleness == 0 and generation.dtype == "float32" and config.lora.rank == 0
-    loaded = 0 if own or config.placement == "inline" else getattr(torch, generation.dtype).itemsize
+    own = config.staleness == 0 and generation.weights_dtype == "float32" and config.lora.rank == 0
+    loaded = 0 if own or config.placement == "inline" else getattr(torch, generation.weights_dtype).itemsize
     rows = (config.trained_prompts or config.batch_size) * trained_per_prompt * config.num_epochs
     compared = min(generation.mismatch_samples, config.batch_size * config.samples_per_prompt)
     return steps_for(share(rows, compared, config.max_length, ranks, loaded, device.type))

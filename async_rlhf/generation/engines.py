@@ -52,7 +52,7 @@ class ModelSpec:
         return cls(
             parallel.architecture_of(policy),
             unquantised(policy) if is_quantised(policy) else policy.config,
-            getattr(torch, generation.dtype),
+            getattr(torch, generation.weights_dtype),
             device,
             num_threads,
             autocast_dtype(config),

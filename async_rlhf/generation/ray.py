@@ -56,7 +56,7 @@ class ObjectStoreSnapshots(DraftSnapshots):
 
     def make_available(self, version: int) -> None:
         self._references.pop(version - self.slots, None)
-        self.published[version] = digests(self.draft)
+        self.published[version] = digests(self.draft, self._hashing)
         self._references[version] = ray.put(self.memory.numpy())
         self._newest = version
         self.on_arrival(version)

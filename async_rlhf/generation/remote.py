@@ -103,7 +103,7 @@ class RemoteGenerator:
         self._autocast = autocast_dtype(config)
         self.publisher, self._newest = BackgroundThread("publisher"), -1
         self._probing = self.config.probe_steps > 0
-        dtype = getattr(torch, self.config.dtype)
+        dtype = getattr(torch, self.config.weights_dtype)
         self.agreement = Agreement(self.config, params, dtype, self._autocast, parallel, config.staleness)
         self._published_as_is = policy.dtype == dtype and not has_adapters(policy)
         self._policy: PreTrainedModel | None = None
@@ -129,7 +129,7 @@ class RemoteGenerator:
 
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """Where the workers find the weights, and how many of them :meth:`make` is to make."""
-        return NoSnapshots(getattr(torch, self.config.dtype), config.lora.publish == "adapter"), 0
+        return NoSnapshots(getattr(torch, self.config.weights_dtype), config.lora.publish == "adapter"), 0
 
     def make(self, number: int) -> Worker:
         """A new worker, already starting."""

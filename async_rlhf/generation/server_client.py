@@ -239,9 +239,9 @@ def check_server(
     right = f"must be false: the server at {url!r} returns no routes; on a GPU it does with the option "
     right += "enable_return_routed_experts of vLLM (--options of async-rlhf serve)"
     require(described.get("routes", False) or not routes, "router_replay", True, right)
-    dtype = described["dtype"].removeprefix("torch.")
-    right = f"must be {dtype!r}, in which the server at {url!r} computes, or start that with --dtype {config.dtype}"
-    require(dtype == config.dtype, "generation.dtype", config.dtype, right)
+    dtype, mine = described["dtype"].removeprefix("torch."), config.weights_dtype
+    right = f"must be {dtype!r}, in which the server at {url!r} computes, or start that with --dtype {mine}"
+    require(dtype == mine, "generation.dtype", mine, right)
     return workers
 
 

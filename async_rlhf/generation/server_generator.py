@@ -61,7 +61,7 @@ class ServerGenerator(RemoteGenerator):
         generation, self.run = config.generation, uuid.uuid4().hex[:12]
         needed = policy.config, generation, config.max_length, config.router_replay
         described = [check_server(url, *needed) for url in generation.urls]
-        dtype = getattr(torch, generation.dtype)
+        dtype = getattr(torch, generation.weights_dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if generation.weights_transport == "folder":
             folder = Path(config.output_dir) / "weights"

@@ -36,6 +36,7 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, EngineLostError, Occupancy, SamplingParams
 from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
+from async_rlhf.models.copy_stream import pinned
 from async_rlhf.models.snapshots import Region, SharedTensors
 from async_rlhf.models.weights import digests, mapped_at, nameless_file, region_for, tensors_in
 from async_rlhf.system.subprocesses import started_within
@@ -499,9 +500,15 @@ def tensors_of(region: Region) -> dict[str, Tensor]:
     return tensors_in(_memory(region.path)[region.start : region.start + region.size], region.specs)
 
 
+_pins = ExitStack()
+
+
 @lru_cache(maxsize=2)
 def _memory(path: str) -> Tensor:
-    return mapped_at(path)
+    memory = mapped_at(path)
+    if torch.cuda.is_initialized():  # in a process that has weights on a GPU; until it ends
+        _pins.enter_context(pinned(memory))
+    return memory
 
 
 def end_with(worker: Any, parent: int, end: Callable[[int], None] = os._exit) -> None:

@@ -77,6 +77,8 @@ class RequestHandler:
         seed_all(params.seed)
         self.weights = weights
         self.engine = make_engine(spec, params)
+        if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
+            weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
         self.sampler = EpisodeSampler(self.engine, heartbeat=heartbeat)
         self._heartbeat = heartbeat
         self.engine.heartbeat_with(heartbeat)

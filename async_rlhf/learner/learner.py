@@ -22,6 +22,7 @@ from async_rlhf.algorithms.preference import differ
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.common import TokensPerPass
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.context import WHOLE
 from async_rlhf.distributed.loss_scale import LossScale
@@ -495,17 +496,18 @@ class Learner:
     @cached_property
     def _training(self) -> Passes:
         """The limits of a forward and backward pass."""
-        return self._passes("max_tokens_per_pass", self.config.most_units, with_gradient=True)
+        tokens, units = self.config.tokens_of_pass, self.config.most_units
+        return self._passes("max_tokens_per_pass", tokens, units, with_gradient=True)
 
     @cached_property
     def _annotating(self) -> Passes:
         """The limits of a pass without gradient."""
-        return self._passes("annotate_max_tokens", self.config.most_annotated, with_gradient=False)
+        tokens, rows = self.config.tokens_annotated, self.config.most_annotated
+        return self._passes("annotate_max_tokens", tokens, rows, with_gradient=False)
 
-    def _passes(self, key: str, units: int | None, with_gradient: bool) -> Passes:
+    def _passes(self, key: str, tokens: TokensPerPass, units: int | None, with_gradient: bool) -> Passes:
         """Every rank must call it: with "auto", what fits on each of them is asked."""
         models = [model for model in (self.policy, self.value) if isinstance(model, PreTrainedModel)]
-        tokens = getattr(self.config, key)
         if tokens == "auto":
             memory = PassMemory.of(models, self.config, self.parallel, with_gradient)
             to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))

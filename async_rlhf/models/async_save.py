@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights, saved_buffers
 
 Write = Callable[[Path], None]
-WriteWith = Callable[[Path, Mapping[str, Tensor]], None]
+WriteWith = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
 
 
 class ModelCopies:
@@ -38,6 +39,11 @@ class ModelCopies:
         is_main = parallel.ranks.is_main
         self._plain = plain_copy(model, tokenizer, parallel) if is_main and isinstance(model, PreTrainedModel) else None
         self._tokenizer = copy.deepcopy(tokenizer) if is_main else None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, layer by layer."""
+        return [name for name, _ in self._model.named_parameters()]
 
     @property
     def in_shards(self) -> bool:
@@ -71,12 +77,12 @@ class ModelCopies:
         whole: dict[str, Tensor],
         adapters: dict[str, Tensor] | None,
         folder: Path,
-        parameters: Mapping[str, Tensor],
+        parameters: Iterable[tuple[str, Tensor]],
     ) -> None:
-        whole = {**whole, **parameters}
+        tensors = chain(parameters, whole.items())
         if self._plain is None:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(whole, folder / VALUE_HEAD)
+            save_file(dict(tensors), folder / VALUE_HEAD)
             return
         assert self._tokenizer is not None
-        write_copy(self._plain, self._tokenizer, folder, whole, adapters)
+        write_copy(self._plain, self._tokenizer, folder, tensors, adapters)

@@ -72,7 +72,7 @@ class PassMemory:
 
 def passes_alone(key: str, model: PreTrainedModel, config: OnlineConfig) -> Passes:
     """The limits of a pass through a model that is not trained, and alone on its device; ``key`` as in the log."""
-    tokens = config.annotate_max_tokens
+    tokens = config.tokens_annotated
     if tokens == "auto":
         memory = PassMemory.of([model], config, ALONE, with_gradient=False)
         tokens = fitting_tokens(f"annotate_max_tokens ({key})", memory, model.device, to_come=0.0)

@@ -31,7 +31,7 @@ def as_in_checkpoints(config: PretrainedConfig, tensors: Iterable[tuple[str, Ten
     if model is None or not get_model_conversion_mapping(model, add_legacy=False):
         yield from tensors
         return
-    for _, layer in groupby(tensors, key=lambda named: _layer(named[0])):
+    for _, layer in groupby(tensors, key=lambda named: layer_of(named[0])):
         yield from revert_weight_conversion(model, dict(layer)).items()
 
 
@@ -45,7 +45,7 @@ def _without_weights(model_type: str, config: str) -> PreTrainedModel | None:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(known)]._from_config(known)
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """``model.layers.3`` for all tensors of that layer; the name itself for one that is in no layer."""
     found = re.match(r"(.*?\.\d+)\.", name)
     return name if found is None else found.group(1)

@@ -74,7 +74,7 @@ class _OutOfAutocast:
 
 def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
-    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    return torch.bfloat16 if config.in_bfloat16 else torch.float16 if config.fp16 else None
 
 
 def advise_sixteen_bits(config: OnlineConfig, device: torch.device) -> None:

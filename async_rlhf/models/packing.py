@@ -318,6 +318,12 @@ def obstacle(model: PreTrainedModel, device: torch.device | None = None, autocas
         device: where it computes; None for where its weights are.
         autocast: whether it rounds to 16 bits while it does.
     """
+    why = obstacle_in_code(model)
+    return _difference(model, model.device if device is None else device, autocast) if why is None else why
+
+
+def obstacle_in_code(model: PreTrainedModel) -> str | None:
+    """The same as far as it shows without computing: the model may have no weights."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if getattr(model, "_is_stateful", False):
@@ -334,7 +340,7 @@ def obstacle(model: PreTrainedModel, device: torch.device | None = None, autocas
         return "whose router reads the attention mask (output_router_logits)"
     if getattr(config, "sliding_window", None) and config.model_type not in WINDOWED:
         return "whose sliding window attention does not get to know"
-    return _difference(model, model.device if device is None else device, autocast)
+    return None
 
 
 def _states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
@@ -448,10 +454,11 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch can compute attention of all packed rows at once."""
     size = query.shape[-1]
     fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
-    return fits and query.dtype in _SIXTEEN_BITS and _runs_kernel(query.device)
+    return fits and query.dtype in _SIXTEEN_BITS and runs_kernel(query.device)
 
 
-def _runs_kernel(device: torch.device) -> bool:
+def runs_kernel(device: torch.device) -> bool:
+    """Whether PyTorch has its kernel for packed rows there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections import deque
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, save_adapters
+from async_rlhf.models.conversion import layer_of
 from async_rlhf.models.loading import quietly, stop_token_ids
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
-from async_rlhf.models.weights import collected_weights
+from async_rlhf.models.weights import collected_weights, iterate_weights
+
+FILE_BYTES = 1 << 31
+"""Of the weights in one file, unless a layer has more; while it is written, memory holds it twice."""
 
 
 def write_model(
@@ -27,18 +36,19 @@ def write_model(
     generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank of
     ``parallel`` must call it with the same folder; rank 0 writes.
     """
-    adapters = whole = None
+    adapters = None
     if has_adapters(model) and model.can_generate():
         adapters = collected_weights(model, True, parallel)
-    if has_adapters(model) or parallel.is_sharded or is_quantised(model):
-        whole = collected_weights(model, False, parallel)
+    others = has_adapters(model) or parallel.is_sharded or is_quantised(model)
+    tensors = iterate_weights(model, parallel=parallel) if others and parallel.takes_part else None
     if not parallel.ranks.is_main:
+        deque(tensors or (), maxlen=0)  # gathers what rank 0 writes
         return
     if model.can_generate():
         model.generation_config = _that_stops(model, tokenizer)
     if parallel.is_sharded or is_quantised(model):  # it has another class then, and hooks, or no such weights
         model = plain_copy(model, tokenizer, parallel)
-    write_copy(model, tokenizer, folder, whole, adapters)
+    write_copy(model, tokenizer, folder, tensors, adapters)
 
 
 def _that_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
@@ -53,26 +63,65 @@ def write_copy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    whole: dict[str, Tensor] | None,
+    tensors: Iterable[tuple[str, Tensor]] | None,
     adapters: dict[str, Tensor] | None,
 ) -> None:
-    """Write what :func:`write_model` does, of tensors that are in the memory of this host.
+    """Write what :func:`write_model` does.
 
     Args:
         model: the model, or its :func:`plain_copy`.
         tokenizer: written beside it.
         folder: where to.
-        whole: its weights, without adapters; None for those that it has.
+        tensors: its weights, without adapters, layer by layer, each of which is used at once; None for those that it
+            has.
         adapters: a language model's adapters, if it has any.
     """
     if adapters is not None:
         save_adapters(model, adapters, folder / "adapter")
     try:
         with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
-            model.save_pretrained(folder, state_dict=whole)
+            if tensors is None:
+                model.save_pretrained(folder)
+            else:
+                _write_in_files(model, folder, tensors)
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
     tokenizer.save_pretrained(folder)
+
+
+def _write_in_files(model: PreTrainedModel, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write weights as ``save_pretrained`` does, but without more of them in memory than a file has: one layer, or as
+    many as fit into :data:`FILE_BYTES`.
+    """
+    parts: list[Path] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def write() -> None:
+        model.save_pretrained(folder, state_dict=dict(held))
+        parts.append((folder / SAFE_WEIGHTS_NAME).rename(folder / f"part-{len(parts):05d}.safetensors"))
+        held.clear()
+
+    for _, layer in groupby(tensors, key=lambda named: layer_of(named[0])):
+        own = {name: tensor.to("cpu", copy=True) for name, tensor in layer}
+        added = sum(tensor.nbytes for tensor in own.values())
+        if held and size + added > FILE_BYTES:
+            write()
+            size = 0
+        held |= own
+        total, size = total + added, size + added
+        del own
+    write()
+    if len(parts) == 1:
+        parts[0].rename(folder / SAFE_WEIGHTS_NAME)
+        return
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        file = part.rename(folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors")
+        with safe_open(file, "pt") as written:
+            places |= dict.fromkeys(written.keys(), file.name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def plain_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> PreTrainedModel:

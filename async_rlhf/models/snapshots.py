@@ -35,6 +35,7 @@ from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.copy_stream import AsyncCopy, Later, at_once, pinned
 from async_rlhf.models.weights import (
     ALIGNMENT,
+    HASHING,
     TensorSpec,
     digests,
     iterate_weights,
@@ -68,6 +69,8 @@ class Snapshots:
         self.shares: RingShares | None = None
         """Set where each rank writes its own share."""
         self._newest = -1
+        self._held = ExitStack()
+        self._hashing = 1
 
     @property
     def newest(self) -> int:
@@ -98,6 +101,11 @@ class Snapshots:
                         copies.copy(tensor, places[name])
         copies.end(partial(self.make_available, version))
 
+    def pin(self, memory: Tensor) -> None:
+        """This memory of the host is filled from a GPU, or read by one: by itself, while cores compute checksums."""
+        self._held.enter_context(pinned(memory))
+        self._hashing = HASHING
+
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
         """Where a version's tensors are copied to, by name."""
         raise NotImplementedError
@@ -112,6 +120,7 @@ class Snapshots:
 
     def close(self) -> None:
         """Free what is held."""
+        self._held.close()
         self.published.clear()
 
 
@@ -161,7 +170,6 @@ class SnapshotRing(Snapshots):
         super().__init__(dtype, slots, adapters_only)
         self.specs, self.slot_bytes = specs, slot_bytes
         self.memory, self.fd = memory, fd
-        self._pinned = ExitStack()
 
     def __reduce__(self) -> tuple[object, ...]:
         """A child process gets the same memory, not a copy."""
@@ -176,8 +184,8 @@ class SnapshotRing(Snapshots):
         memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
         memory[:8].view(torch.int64)[0] = -1
         ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
-        if fd >= 0 and (parallel.device or next(model.parameters()).device).type == "cuda":
-            ring._pinned.enter_context(pinned(memory))
+        if fd >= 0 and _leaves_a_gpu(model, parallel):
+            ring.pin(memory)
         return ring
 
     @staticmethod
@@ -220,16 +228,15 @@ class SnapshotRing(Snapshots):
     def make_available(self, version: int) -> None:
         if self.shares is not None and not self.shares.written(version):
             return
-        self.published[version] = digests(self.views(version))
+        self.published[version] = digests(self.views(version), self._hashing)
         self.memory[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
 
     def close(self) -> None:
         """Free the memory. Views taken before keep it alive until they are gone."""
-        self._pinned.close()
+        super().close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        super().close()
 
 
 class DeviceRing(SnapshotRing):
@@ -258,6 +265,8 @@ class DraftSnapshots(Snapshots):
             self.specs, size = layout(model, self.dtype or torch.float32, self.adapters_only, parallel)
             self.memory = torch.empty(size, dtype=torch.uint8)
             self.draft = tensors_in(self.memory, self.specs)
+            if _leaves_a_gpu(model, parallel):
+                self.pin(self.memory)
         return self.draft
 
 
@@ -287,7 +296,7 @@ class SnapshotFolder(DraftSnapshots):
             temporary.replace(self.file(version))
         except SafetensorError as error:  # a full disk comes as this, not as an OSError
             raise OSError(f"{str(self.file(version))!r} could not be written: {error}") from error
-        self.published[version] = digests(self.draft)
+        self.published[version] = digests(self.draft, self._hashing)
         self.file(version - self.slots).unlink(missing_ok=True)
         self._newest = version
 
@@ -425,6 +434,10 @@ def agree(model: nn.Module, parallel: Parallel, snapshots: Snapshots) -> RingSha
         said.fill_(-1)
     ranks.barrier("before the first weights are written")
     return RingShares(ring, said, pids, parallel)
+
+
+def _leaves_a_gpu(model: nn.Module, parallel: Parallel) -> bool:
+    return (parallel.device or next(model.parameters()).device).type == "cuda"
 
 
 def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:

@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from async_rlhf.models.adapters import has_adapters, is_adapter, merged_paramete
 from async_rlhf.models.quantised import like_numbers, numbers
 
 ALIGNMENT = 64
+HASHING = min(8, os.cpu_count() or 1)
+"""Threads that compute checksums of what leaves a GPU: one takes 1.3 s for 8 billion parameters."""
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -93,9 +96,21 @@ def published_parameters(
             yield name, [parameter], partial(numbers, parameter)
 
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A 128-bit checksum of type, shape and bytes of each tensor."""
-    return {name: digest(tensor.dtype, tuple(tensor.shape), [tensor]) for name, tensor in tensors.items()}
+def digests(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
+    """A 128-bit checksum of type, shape and bytes of each tensor.
+
+    Args:
+        tensors: by name.
+        threads: that compute; they hold no lock of Python's meanwhile.
+    """
+
+    def of(tensor: Tensor) -> str:
+        return digest(tensor.dtype, tuple(tensor.shape), [tensor])
+
+    if threads == 1:
+        return {name: of(tensor) for name, tensor in tensors.items()}
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(tensors, pool.map(of, tensors.values()), strict=True))
 
 
 def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:

@@ -274,7 +274,7 @@ class Scorer:
     @cached_property
     def _passes(self) -> Passes:
         """The limits of a pass through the reward model."""
-        model, tokens = self.reward_model, self.config.annotate_max_tokens
+        model, tokens = self.reward_model, self.config.tokens_annotated
         assert model is not None
         if tokens == "auto":
             tokens = self._fitting_tokens()

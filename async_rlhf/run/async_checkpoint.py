@@ -94,7 +94,7 @@ class ShardedSaves:
             for place, write in models.items():
                 prefix, copies = self._models[place]
                 if is_main and copies.in_shards == in_shards:
-                    write(folder / place, whole_weights(shards, prefix) if in_shards else {})
+                    write(folder / place, whole_weights(shards, prefix, copies.names) if in_shards else ())
 
         def write_rest() -> None:
             write_models(in_shards=False)

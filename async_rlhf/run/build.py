@@ -39,6 +39,7 @@ from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter,
 from async_rlhf.models.budget import with_checkpointing
 from async_rlhf.models.context_length import check_positions, config_of, length_key, with_prompt_cap
 from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
+from async_rlhf.models.gpu_defaults import with_gpu_defaults
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
@@ -157,17 +158,18 @@ class Start:
     """A run before its inputs are read: with several ranks, they have met."""
 
     config: OnlineConfig
-    """With ``max_prompt_length`` resolved."""
+    """With ``max_prompt_length``, and what the GPU decides, resolved."""
     ranks: Ranks
     watch: FailureDetector
 
 
-def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
+def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str = "") -> Start:
     """Check what needs neither data nor models, and meet the other ranks. All of them must call it.
 
     Args:
         config: of the run.
         model: the policy, whose context limits prompts.
+        algorithm: trains it.
         prefix: of keys in errors.
 
     Raises:
@@ -185,7 +187,9 @@ def begin(config: OnlineConfig, model: Model, prefix: str = "") -> Start:
             require_heads("policy", config_of("model", model, config.trust_remote_code), size)
         if config.router_replay:
             require_routers(model, config.trust_remote_code, f"{prefix}router_replay")
-        return Start(with_prompt_cap(config, model), ranks, watch)
+        config, device = with_prompt_cap(config, model), rank_device(config, ranks)
+        here = partial(with_gpu_defaults, config, model, device, algorithm.rows_per_unit)
+        return Start(ranks.broadcast("what the GPU decides", here), ranks, watch)
 
 
 def build(config: OnlineConfig, inputs: Inputs) -> Run:
@@ -208,7 +212,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     right = "must be null with a model that is loaded already; give its name"
     by_name = isinstance(inputs.model, str) or config.lora.base_bits is None
     require(by_name, "lora.base_bits", config.lora.base_bits, right)
-    start = inputs.start or begin(config, inputs.model)
+    start = inputs.start or begin(config, inputs.model, algorithm)
     ranks, watch = start.ranks, start.watch
     if config.deterministic and rank_device(config, ranks).type == "cuda":
         prepare_deterministic()

@@ -7,7 +7,7 @@ number of ranks can read them, however these spread the weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ SHARDS = "shards"
 WEIGHT, MOMENT = "weight.", "optimizer."
 _FILE_BYTES = 1 << 28
 """Of one file at most, or of one tensor: a file's bytes are put together in memory before they are written."""
+READ_BYTES = 1 << 30
+"""Of weights that are read again at a time."""
 
 # Each rank reads by itself, and one rank alone writes by itself.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -185,19 +187,30 @@ def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
     return moments
 
 
-def whole_weights(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """The weights whose names in the learner's model begin so, whole, from the files of all ranks.
+def whole_weights(folder: Path, prefix: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Weights, whole, from the files of all ranks; no more than a few are in memory at a time.
 
     Args:
         folder: with the files.
-        prefix: is left out of the names.
+        prefix: how their names in the learner's model begin.
+        names: what follows there, in the order in which they are to come.
     """
     known: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    first = f"{WEIGHT}{prefix}"
-    found = {
-        name: torch.empty(item.size, dtype=item.properties.dtype)
-        for name, item in known.items()
-        if name.startswith(first)
-    }
-    dcp.load(dict(found), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return {name.removeprefix(first): tensor for name, tensor in found.items()}
+    held, first = 0, f"{WEIGHT}{prefix}"
+    some: dict[str, Tensor] = {}
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        dcp.load(dict(some), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        while some:
+            name = next(iter(some))
+            yield name.removeprefix(first), some.pop(name)
+
+    for name in names:
+        item = known[f"{first}{name}"]
+        room = torch.empty(item.size, dtype=item.properties.dtype)
+        if some and held + room.nbytes > READ_BYTES:
+            yield from read()
+            held = 0
+        some[f"{first}{name}"] = room
+        held += room.nbytes
+    yield from read()

@@ -99,7 +99,7 @@ def pairs_loss(output: PolicyOutput, pairs: Experience, config: PairsConfig) -> 
     if config.nll:
         losses_U = losses_U - config.nll * (logps_B / tokens_B)[0::2]
     losses_U = losses_U * pairs.loss_weights_U
-    rounded = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    rounded = torch.bfloat16 if config.in_bfloat16 else torch.float16 if config.fp16 else None
     metrics = {
         "loss/policy_avg": losses_U,
         "rewards/chosen": config.beta * chosen_U,

@@ -196,6 +196,12 @@ def test_checksums_and_samples(run):
         require(line.partition("tensors:")[2])
 
 
+def test_the_path_of_weights_by_bandwidths(run):
+    (rows,) = markdown(run("weight_path.py"))
+    assert [row["bytes a parameter"] for row in rows] == ["6", "2", "2", "2", "2", "10", "24"]
+    assert all(float(row["seconds"]) <= float(row["before"]) for row in rows)
+
+
 def test_seeds(run):
     (rows,) = markdown(run("seeds.py"))
     assert [row["model"] for row in rows] == ["sft", "synchronous", "asynchronous"] * 3

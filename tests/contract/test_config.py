@@ -111,6 +111,8 @@ def with_other(config: Any, name: str) -> Any:
 
 def another(value: Any, hint: Any) -> Any:
     options = [option for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for option in get_args(kind)]
+    if value == "auto" and "bfloat16" in options:
+        return "bfloat16"  # "float32" is what it means on a CPU
     for option in options:
         if option != value:
             return option

@@ -26,9 +26,10 @@ from async_rlhf.config import FeedbackConfig, KLConfig, LoRAConfig, ParallelConf
 from async_rlhf.distributed import loss_scale
 from async_rlhf.generation import remote
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models import head, snapshots
+from async_rlhf.models import head, saving, snapshots
+from async_rlhf.models.saving import FILE_BYTES
 from async_rlhf.models.snapshots import NoSnapshots
-from async_rlhf.run import build
+from async_rlhf.run import build, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
 READS_SHARES, AGREE, ITERATE_WEIGHTS = build._reads_shares, remote.agree, snapshots.iterate_weights
@@ -118,8 +119,14 @@ def publish_by(how: str | None) -> None:
     snapshots.iterate_weights = refuse if how == "shares" else ITERATE_WEIGHTS
 
 
-def change_modules(whole: bool, first_scale: float, publishing: str | None, head_rows: int | None) -> None:
-    """Read models whole; begin with this loss scale; publish as told; cut the head into chunks of so many rows."""
+def change_modules(
+    whole: bool, first_scale: float, publishing: str | None, head_rows: int | None, file_bytes: int
+) -> None:
+    """Read models whole; begin with this loss scale; publish as told; cut the head into chunks of so many rows; write
+    weights in files of so many bytes.
+    """
+    saving.FILE_BYTES = file_bytes
+    shards.READ_BYTES = file_bytes
     build._reads_shares = (lambda *_: False) if whole else READS_SHARES
     loss_scale.FIRST = first_scale
     publish_by(publishing)
@@ -157,6 +164,7 @@ def train(
     first_scale: float = loss_scale.FIRST,
     lora_targets: list[str] | None = None,
     head_rows: int | None = None,
+    file_bytes: int = FILE_BYTES,
     models: str | None = None,
     whole: bool = False,
     publishing: str | None = None,
@@ -171,7 +179,7 @@ def train(
     number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    change_modules(whole, first_scale, publishing, head_rows)
+    change_modules(whole, first_scale, publishing, head_rows, file_bytes)
     named = None if models is None else Path(models.format(rank=rank))
     args = new_args(
         Path(folder),

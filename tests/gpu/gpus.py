@@ -75,7 +75,8 @@ def train(
     folder: Path, name: str, generation: dict[str, object] | None = None, **options: object
 ) -> list[dict[str, float]]:
     """Six batches. Returns the metrics of each."""
-    args = new_args(folder, name, generation, **{"device": DEVICE, **options})
+    exact = {"bf16": False, "max_tokens_per_pass": None, "annotate_max_tokens": None}  # a GPU would decide otherwise
+    args = new_args(folder, name, generation, **{"device": DEVICE, **exact, **options})
     OnlineTrainer(policy(), args, PROMPTS, reward_funcs=count_letters, processing_class=byte_tokenizer()).train()
     return metrics_of(args)
 

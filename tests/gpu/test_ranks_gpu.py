@@ -13,7 +13,9 @@ from ranks import new_policy
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 
-ASYNC = {"staleness": 1, "reward_model": True, "annotate_batch_size": 8, "lr_scheduler_type": "constant"}
+EXACT = {"bf16": False, "max_tokens_per_pass": None, "annotate_max_tokens": None}
+"""What a GPU would decide otherwise."""
+ASYNC = {**EXACT, "staleness": 1, "reward_model": True, "annotate_batch_size": 8, "lr_scheduler_type": "constant"}
 LONG = {**ASYNC, "total_episodes": 96, "save_steps": 3}
 # One batch: later ones would be sampled by weights that differ by rounding, which bfloat16 turns into other tokens.
 LOW = {**ASYNC, "bf16": True, "total_episodes": 16}

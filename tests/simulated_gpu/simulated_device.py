@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -445,10 +445,11 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
-    cuda.is_available = lambda: True
+    cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: GPUS
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: None
+    cuda.device = lambda device: nullcontext()
     cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.get_device_name = lambda device=None: "simulated GPU"
     cuda.mem_get_info = lambda device=None: (80 * 10**9, 80 * 10**9)

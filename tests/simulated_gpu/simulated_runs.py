@@ -6,12 +6,16 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,14 @@ from transformers import TrainerCallback
 
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import process
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import snapshots, weights
+from async_rlhf.generation.worker import RequestHandler
+from async_rlhf.models import packing, snapshots, weights
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.copy_stream import AsyncCopy
+from async_rlhf.models.packing import is_packed
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
 
@@ -60,6 +67,10 @@ def is_deterministic(folder: Path) -> tuple[bool, list[dict[str, float]]]:
         torch.use_deterministic_algorithms(False)
 
 
+AS_ON_A_CPU = {"bf16": False, "max_tokens_per_pass": None, "annotate_max_tokens": None}
+"""What a CPU decides. A GPU's numbers are compared with its, so nothing may round otherwise."""
+
+
 class StopAfter(TrainerCallback):
     """Ends a run after some batches; its schedules are those of the whole run."""
 
@@ -80,7 +91,7 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
         options: of the configuration; "evaluates" adds held-out prompts.
     """
     held_out = PROMPTS[:5] if options.pop("evaluates", False) else None
-    args = new_args(folder, device=device, **options)
+    args = new_args(folder, device=device, **AS_ON_A_CPU | options)
     trainer = OnlineTrainer(
         new_policy(),
         args,
@@ -100,6 +111,26 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
     return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def by_itself(folder: Path) -> tuple[dict[str, Any], list[bool]]:
+    """A run for which a GPU decides. Returns what it decided, and whether all models are packed.
+
+    The kernel for packed rows is not simulated: they are computed one by one.
+    """
+    args = new_args(folder, device="cuda:0", algorithm="grpo", staleness=1)
+    policy, reward, tokenizer = new_policy(), new_reward_model(), byte_tokenizer()
+    trainer = OnlineTrainer(
+        policy, args, PROMPTS, reward_model=reward, processing_class=tokenizer, callbacks=[StopAfter(2)]
+    )
+    has_kernel, packing.runs_kernel = packing.runs_kernel, lambda device: False
+    try:
+        trainer.train()
+    finally:
+        packing.runs_kernel = has_kernel
+    found = {name: getattr(trainer.args, name) for name in ("bf16", "max_tokens_per_pass", "annotate_max_tokens")}
+    models = (policy, trainer.learner.reference, trainer.run.scorer.reward_model)
+    return found | {"dtype": trainer.args.generation.dtype}, list(map(is_packed, models))
+
+
 @dataclass(frozen=True)
 class Update:
     """The traffic of training on one batch."""
@@ -117,7 +148,7 @@ class Update:
 
 def update(folder: Path, **options: Any) -> Update:
     """Train on one batch. The optimiser's own waits are left out: they are for its step, not for a micro-batch."""
-    args = new_args(folder, device="cuda:0", **options)
+    args = new_args(folder, device="cuda:0", **AS_ON_A_CPU | options)
     policy, reward, tokenizer = new_policy(), new_reward_model(), byte_tokenizer()
     trainer = OnlineTrainer(
         policy, args, PROMPTS, reward_model=reward, processing_class=tokenizer, callbacks=[StopAfter(1)]
@@ -156,6 +187,54 @@ class Published:
     """Whether the weights are those of the moment, although they changed as soon as that thread went on."""
     pinned: int
     """Bytes of the host that a GPU could copy to by itself."""
+
+
+@dataclass(frozen=True)
+class PathOfWeights:
+    """What bringing a version from one GPU to a generator on another one touches."""
+
+    bytes: Mapping[str, float]
+    """Of each parameter, by step."""
+    threads: int
+    """That compute the learner's checksums."""
+    pinned: bool
+    """Whether the generator's GPU copies from the memory of the host by itself."""
+
+
+def path_of_weights() -> PathOfWeights:
+    """Publish on the first GPU, and have a worker's engine on the second one load the version."""
+    policy, hashed, threads = new_policy().to("cuda:0"), Counter[str](), set[int]()
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    who, digest, all_at_work = "the learner's checksums", weights.digest, threading.Barrier(weights.HASHING)
+
+    def counted(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> str:
+        parts = list(parts)
+        hashed[who] += sum(part.nbytes for part in parts)
+        if who == "the learner's checksums" and threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            all_at_work.wait(20)
+        return digest(dtype, shape, parts)
+
+    weights.digest = counted
+    try:
+        ring = snapshots.SnapshotRing.for_model(policy, torch.bfloat16, 2)
+        with traffic() as out:
+            ring.publish(policy, 1, ALONE)
+        args = new_args(Path(), device="cuda:0", generation={"dtype": "bfloat16"})
+        own = pickle.loads(ForkingPickler.dumps(ring))
+        spec = ModelSpec.for_workers(args, policy, ALONE, "cuda:1", 1)
+        handler = RequestHandler(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
+        pinned = own.memory.data_ptr() in simulated_device.SimulatedRuntime.pinned
+        who = "the generator's checksums"
+        with traffic() as there:
+            found = handler.engine.load(own.views(1), 1)
+        assert found == ring.published[1]
+    finally:
+        weights.digest = digest
+    own.close()
+    ring.close()
+    hashed |= {"to the host": sum(out.to_host.values()), "to the generator's GPU": sum(there.to_device.values())}
+    return PathOfWeights({name: size / parameters for name, size in hashed.items()}, len(threads), pinned)
 
 
 def publish_float32(kind: str, folder: Path) -> Published:

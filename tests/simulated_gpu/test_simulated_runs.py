@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import is_deterministic, leaves, tokens_in_flight, train
+from simulated_runs import by_itself, is_deterministic, leaves, tokens_in_flight, train
 from test_golden import KEYS, RUNS
 
 from async_rlhf import KLConfig, LoRAConfig
@@ -93,6 +93,13 @@ def test_other_runs_have_the_losses_of_the_same_run_on_the_cpu(on_gpu, tmp_path,
     assert len(compared[0]) == (4 if name == "evaluation" else 2)
     for keys, one, other in zip(compared[0], gpu, cpu, strict=True):
         assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-5, abs=1e-6)
+
+
+def test_a_run_that_says_nothing_computes_in_16_bits_and_packs(on_gpu, tmp_path):
+    found, packed = on_gpu(by_itself, tmp_path)
+    limits = {"max_tokens_per_pass": 4 * (32 + 12), "annotate_max_tokens": 64 * (32 + 12)}
+    assert found == {"bf16": True, "dtype": "bfloat16", **limits}
+    assert packed == [True, True, True]
 
 
 def test_a_deterministic_run_uses_no_kernel_that_is_not(on_gpu, tmp_path):

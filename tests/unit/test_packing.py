@@ -327,7 +327,7 @@ def test_under_autocast_the_kernel_for_packed_rows_gets_16_bits_in_every_layer(k
     monkeypatch.setattr(packing, "varlen_attn", kernel)
     found = []
     for capable in (False, True):
-        monkeypatch.setattr(packing, "_runs_kernel", lambda _, capable=capable: capable)
+        monkeypatch.setattr(packing, "runs_kernel", lambda _, capable=capable: capable)
         with torch.autocast("cpu", torch.bfloat16):
             packed(model)
             calls.clear()
@@ -340,7 +340,7 @@ def test_under_autocast_the_kernel_for_packed_rows_gets_16_bits_in_every_layer(k
 def test_compiled_blocks_have_the_same_graphs_for_any_number_of_rows(capable, graphs, monkeypatch, make_args):
     """One with the kernel, which knows the rows by a tensor and a number; rows by themselves are left out of graphs."""
     counter, model, right = CompileCounter(), made("llama"), made("llama")
-    monkeypatch.setattr(packing, "_runs_kernel", lambda _: capable)
+    monkeypatch.setattr(packing, "runs_kernel", lambda _: capable)
     monkeypatch.setattr(
         packing, "varlen_attn", lambda query, key, value, starts, _, longest, *rest, **__: query * longest
     )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from async_rlhf import OnlineDPOConfig
+from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.config.parallel import launched_on_host, launched_rank, launched_ranks
 from async_rlhf.distributed.collectives import Ranks
@@ -129,7 +130,7 @@ def test_heads_that_ranks_cannot_divide_are_found_before_a_model_is_loaded(tmp_p
     tiny_config().save_pretrained(tmp_path / "no weights")
     args = make_args(total_episodes=96, parallel=ParallelConfig(ranks=3, context_parallel=3))
     with pytest.raises(ConfigError, match="context_parallel: got 3; must divide the 2 attention heads of the policy"):
-        build.begin(args, str(tmp_path / "no weights"))
+        build.begin(args, str(tmp_path / "no weights"), of_config(args))
 
 
 @pytest.mark.parametrize(

@@ -595,6 +595,36 @@ def test_what_needs_more_memory(smaller, larger):
     assert few < more
 
 
+def test_ranks_that_share_rows_take_the_time_of_what_they_exchange():
+    """Worked by hand: of 10 blocks, 2 x (1000 queries + 256 keys) x 2 bytes a token, half of which goes elsewhere."""
+    one, two = (Roofline(PLAIN, replace(SMALL, context_parallel=size), BATCH) for size in (1, 2))
+    token = 10 * 2 * (1000 + 2 * 128) * 2 / 2
+    passes = 2 * 8 * 2 * 120 + 8 * 4 * 120  # trained on, and those of the reference; the reward model exchanges nothing
+    assert two.learn_seconds(4) - one.learn_seconds(4) == pytest.approx(passes * token / (4 * 10e9))
+    again = [replace(line, model=replace(line.model, recompute=True)) for line in (one, two)]
+    gap = again[1].learn_seconds(4) - again[0].learn_seconds(4)
+    assert gap == pytest.approx((passes + 8 * 2 * 120) * token / (4 * 10e9))
+    exact = replace(two, model=replace(two.model, bf16=False, recompute=False, frozen_devices=2))
+    alone = replace(exact, model=replace(exact.model, context_parallel=1))
+    gap = exact.learn_seconds(4) - alone.learn_seconds(4)
+    assert gap == pytest.approx(2 * 8 * 2 * 120 * 2 * token / (4 * 10e9))
+
+
+def test_the_reward_model_holds_whole_rows_where_ranks_share_them():
+    """That of no size is none, and what is left is shared."""
+    long = replace(CHAT.workload, annotate_rows=8, longest_prompt=30_000)
+
+    def annotate(**model: float) -> float:
+        line = Roofline(CHAT.hardware, replace(CHAT.model, **model), batch_of(long, None))
+        return line.phases(8, recompute=True)["annotate"]
+
+    weights = CHAT.model.parameters * 2 / 8  # its own, which the learners share
+    alone, shared = annotate(), annotate(context_parallel=4)
+    assert shared == pytest.approx(alone, rel=0.02)
+    assert annotate(context_parallel=4, reward_parameters=0.0) + weights < 0.7 * shared
+    assert annotate(context_parallel=4, frozen_devices=2) < annotate(context_parallel=4, reward_parameters=0.0)
+
+
 def test_a_width_that_is_not_given_follows_from_the_parameters():
     found = shape_of(ModelSizeConfig(parameters=4.05e8, layers=24, kv_width=1024, vocabulary=50_304))
     assert found.hidden == pytest.approx(1024, rel=0.01)

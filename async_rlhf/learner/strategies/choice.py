@@ -74,7 +74,8 @@ def make_parallel(config: OnlineConfig, ranks: Ranks) -> Parallel:
     """What ``parallel.strategy`` asks for."""
     if ranks.count == 1:
         return Parallel(ranks)
-    parallel, device = from_accelerate(config.parallel, config.bf16, fp16=config.fp16), rank_device(config, ranks)
+    parallel = from_accelerate(config.parallel, config.in_bfloat16, fp16=config.fp16)
+    device = rank_device(config, ranks)
     _check(config, parallel)
     if ranks.is_main:
         logger.info("learner: %d ranks, %s", ranks.count, parallel.strategy)

@@ -46,7 +46,7 @@ class ZeRO(Parallel):
     ) -> torch.optim.Optimizer:
         if self.is_sharded:
             size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-            self.config.require_size(size, self.run.bf16 or self.run.fp16)
+            self.config.require_size(size, self.run.in_bfloat16 or self.run.fp16)
         super().prepare(model, parts, make)  # while weights have their shapes, which say what decays
         read = {on_meta: weight for part in parts for on_meta, weight in self._read(part).items()}
         for group in self.optimizer.param_groups:
@@ -210,7 +210,7 @@ class ZeRO(Parallel):
             "gradient_accumulation_steps": 1,  # accumulating() says where a step ends
             "gradient_clipping": self.run.max_grad_norm,
             "torch_autocast": {
-                "enabled": self.run.bf16 or self.run.fp16,
+                "enabled": self.run.in_bfloat16 or self.run.fp16,
                 "dtype": "float16" if self.run.fp16 else "bfloat16",
                 "lower_precision_safe_modules": [],
             },

@@ -12,9 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from async_rlhf.algorithms.table import find
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
+from async_rlhf.models.gpu_defaults import decided
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan import simulate
 from async_rlhf.studies.plan.config import PlanConfig
@@ -155,12 +157,15 @@ def find_times(config: PlanConfig) -> Source:
 
 
 def _recipe(path: str) -> RunConfig:
+    """The recipe as a GPU decides what it leaves open."""
     right = "must be the output folder of a run, or the YAML file of one"
     require(Path(path).is_file(), "run", path, right)
     try:
-        return parse(RunConfig, "train", ["--config", path])[0]
+        recipe = parse(RunConfig, "train", ["--config", path])[0]
     except ConfigError as error:
         raise ConfigError(f"run: {path!r}: {error}") from error
+    rows = find(recipe.algorithm).rows_per_unit
+    return replace(recipe, train=decided(recipe.train, has_bf16=True, packs=True, rows_per_unit=rows))
 
 
 def _devices(split: Split) -> int:

@@ -147,8 +147,9 @@ class ModelSizeConfig(Checked):
     value_parameters: float | None = key(None, at_least(0))
     """Parameters of the value model, which is trained as well; null for the policy's if the recipe's algorithm has one,
     else for none."""
-    generator_bytes: float = key(2.0, above(0))
-    """Bytes per weight in a generator, and so in what is published."""
+    generator_bytes: float | None = key(None, above(0))
+    """Bytes per weight in a generator, and so in what is published; null for those of the recipe's generation.dtype,
+    else 2."""
     learner_bytes: float = key(16.0, above(0))
     """Bytes per weight in the learner: float32 weight, gradient and two moments are 16."""
     frozen_bytes: float | None = key(None, at_least(0))
@@ -158,10 +159,11 @@ class ModelSizeConfig(Checked):
     strategy: Literal["fsdp", "zero3", "zero2", "zero1", "ddp"] = "fsdp"
     """What learners share, as in train.parallel.strategy. With the first two that is all models."""
     context_parallel: int = key(1, at_least(1))
-    """Learners that share each row, as in train.parallel.context_parallel: what a pass holds is divided by it. The time
-    of what they exchange is not counted."""
-    bf16: bool = True
-    """The learner computes in bfloat16, under autocast."""
+    """Learners that share each row, as in train.parallel.context_parallel: what a pass holds is divided by it, but
+    not of the reward model's, which reads whole rows. What they exchange in each block takes time."""
+    bf16: bool | None = None
+    """The learner computes in bfloat16, under autocast; null for what the recipe says, or a GPU decides where it says
+    nothing."""
     activations_gb: float | None = key(None, at_least(0))
     """Memory that a learner needs at its peak besides learner_bytes and frozen_bytes, in 1e9 bytes; null computes it:
     activations, logits, weights gathered from other learners and copies to compute with."""

@@ -20,6 +20,9 @@ from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, Work
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, parts
 
 _WEIGHT_BYTES, _GATHERED_BYTES = 4.0, 2.0  # the learner's are float32, and cast before they are gathered
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+_HEAD = 128
+"""Numbers of a head, in Llama, Mistral and Qwen3."""
 _MOST_PARALLEL = 8
 """Devices of a host that are near enough to each other for tensor parallelism."""
 
@@ -47,6 +50,10 @@ class Batch:
     values: bool = False
     """Whether the recipe's algorithm has a value model."""
     trained_prompts: int | None = None
+    bf16: bool = True
+    """As the recipe says, or a GPU decides."""
+    generator_bytes: float = 2.0
+    """Of a weight, the same."""
 
     @property
     def rows(self) -> int:
@@ -95,6 +102,8 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         whole.tensor_parallel,
         needs is not None and needs.copies_reward,
         whole.trained_prompts,
+        recipe is None or recipe.train.in_bfloat16,
+        2.0 if recipe is None else _BYTES[recipe.train.generation.weights_dtype],
     )
 
 
@@ -192,7 +201,7 @@ class Roofline:
     def publish_seconds(self, learners: int) -> float:
         """Seconds of the learner for a version: a copy in its own memory, of gathered weights if they are sharded."""
         hardware, gathered = self.hardware, (learners - 1) / learners * self._sharded
-        copied = self._policy * (_WEIGHT_BYTES + self.model.generator_bytes)
+        copied = self._policy * (_WEIGHT_BYTES + self._published_bytes)
         return copied / (hardware.memory_gbs * 1e9) + gathered * self._weights() / (hardware.reduce_gbs * 1e9)
 
     def generate_seconds(self, generators: int, room: float | None = None, devices: int = 1) -> float:
@@ -215,7 +224,7 @@ class Roofline:
         """
         batch, hardware, model = self.batch, self.hardware, self.model
         rows = prompts * batch.samples_per_prompt
-        token = 2 * model.layers * model.kv_width * model.generator_bytes
+        token = 2 * model.layers * model.kv_width * self._published_bytes
         room = devices * (self._room() if room is None else room) - self._weights()
         if room < token * (batch.prompt_tokens + batch.response_length):
             raise DoesNotFitError(
@@ -232,7 +241,7 @@ class Roofline:
         prompt = prompts * batch.prompt_tokens
         prefill = prompt * (2 * self._active + self._attention(batch.prompt_tokens / 2)) / peak
         each = hardware.step_seconds + 2 * model.layers * hardware.reduce_seconds * (devices > 1)
-        summed = 4 * (devices - 1) / devices * model.layers * shape_of(model).hidden * model.generator_bytes
+        summed = 4 * (devices - 1) / devices * model.layers * shape_of(model).hidden * self._published_bytes
         summed *= (prompt + tokens) / (hardware.reduce_gbs * 1e9)
         return prefill + products + attention + steps * each + summed
 
@@ -271,7 +280,27 @@ class Roofline:
             forward = max(forward, (self._frozen + self._value) * whole * scored / length / batch.annotate_rows)
             update = max(update, 2 * self._trained * whole * trained / length / batch.train_rows)
         summed = 2 * around * self._trained * model.gradient_bytes / gbs
-        return forward + update + summed * batch.num_epochs * batch.num_mini_batches
+        passes = 3 if self.recompute(learners) else 2  # its backward pass exchanges gradients
+        exchanged = self._exchanged * (passes * self._trained * trained + (self._value + self._shared) * scored)
+        exchanged /= self._policy * learners * gbs
+        return forward + update + exchanged + summed * batch.num_epochs * batch.num_mini_batches
+
+    @property
+    def _exchanged(self) -> float:
+        """Bytes that a learner sends for each of its tokens in a forward pass of the policy, if learners share rows:
+        queries, keys, values and what attention returns, in each block. Keys and values have as many heads as there are
+        learners, or more.
+        """
+        model, shared = self.model, self.model.context_parallel
+        queries = model.attention_width or shape_of(model).hidden
+        keys = min(queries, max(model.kv_width, shared * _HEAD))
+        each = 2 if self._bf16 else 4
+        return (shared - 1) / shared * model.layers * 2 * (queries + keys) * each
+
+    @property
+    def _shared(self) -> float:
+        """Parameters of the frozen models that learners compute and whose rows they share: not of the reward model."""
+        return 0.0 if self.model.frozen_devices else self._judges[0]
 
     def _attention(self, seen: float) -> float:
         """Operations of attention for a token that sees so many, without what is in the weights: scores and their sums
@@ -325,13 +354,21 @@ class Roofline:
     @property
     def _frozen_bytes(self) -> float:
         given = self.model.frozen_bytes
-        return given if given is not None else 2.0 if self.model.bf16 else 4.0
+        return given if given is not None else 2.0 if self._bf16 else 4.0
+
+    @property
+    def _bf16(self) -> bool:
+        return self.batch.bf16 if self.model.bf16 is None else self.model.bf16
+
+    @property
+    def _published_bytes(self) -> float:
+        return self.model.generator_bytes or self.batch.generator_bytes
 
     def _room(self) -> float:
         return self.hardware.memory_gb * 1e9 * self.hardware.memory_share
 
     def _weights(self) -> float:
-        return self._policy * self.model.generator_bytes
+        return self._policy * self._published_bytes
 
     def learner_bytes(self, learners: int) -> tuple[float, float]:
         """Bytes on each of this many learners: what it holds between batches, and at its peak."""
@@ -352,8 +389,14 @@ class Roofline:
 
     def phases(self, learners: int, recompute: bool | str) -> dict[str, float]:
         """Bytes of each of this many learners at the peak of each phase."""
-        each = [memory.phases() for memory in self.memories(learners, recompute)]
-        return {name: sum(phases[name] for phases in each) for name in each[0]}
+        memories = self.memories(learners, recompute)
+        each = [memory.phases() for memory in memories]
+        found = {name: sum(phases[name] for phases in each) for name in each[0]}
+        if self.model.context_parallel > 1 and self._frozen and self._judges[1]:  # it reads whole rows
+            whole = replace(memories[0], context=1, shape=replace(memories[0].shape, parameters=self._judges[1]))
+            held = sum(memory.held() for memory in memories)
+            found["annotate"] = max(found["annotate"], held + max(whole.annotating().values()))
+        return found
 
     def memories(self, learners: int, recompute: bool | str) -> list[LearnerMemory]:
         """Of the policy with the frozen models, and of the value model, which is trained in the same passes."""
@@ -374,7 +417,7 @@ class Roofline:
             learners,
             self._sharded,
             recompute,
-            model.bf16,
+            self._bf16,
             annotate,
             update,
             self._frozen_bytes,
