@@ -27,6 +27,7 @@ from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, epis
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
+from async_rlhf.run.parting import Watch
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning
 from async_rlhf.system import random_state
@@ -179,11 +180,13 @@ class TrainingLoop(Loop):
     Args:
         rollouts: the batches, in order.
         evaluations: on held-out prompts.
+        parts: warns where measures part from the score.
     """
 
     run: Run
     rollouts: RolloutSchedule
     evaluations: Evaluations
+    parts: Watch
 
     def train(self) -> OnlineTrainerState:
         """Train on all remaining batches and save the final policy."""
@@ -240,6 +243,7 @@ class TrainingLoop(Loop):
             "random": random_values,
             "rewards": self.run.scorer.state(),
             "agreement": self.rollouts.generator.agreement.state(),
+            "warned": sorted(self.parts.said),
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
         own = {"config": config, "values": values, "tensors": random_tensors}
@@ -259,6 +263,7 @@ class TrainingLoop(Loop):
         if everything:
             state = self.run.callbacks.state
             logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)
+            self.parts.look(logs)
             self._log_samples(scored)
             self.run.callbacks.log(logs)
             self.trace.flush()
