@@ -113,16 +113,17 @@ def test_a_run_warns_once_of_a_watched_reward_that_falls_also_if_it_is_resumed(
     both = [pays_for_e, pays_for_others]
     whole = run("whole", both, reward_weights=[1.0, 0.0])
     assert whole[-1]["reward/pays_for_others"] < whole[0]["reward/pays_for_others"]
-    (line,) = said_of(caplog)
+    line, narrow = said_of(caplog)
+    assert "the policy has become narrow" in narrow
     batch = int(re.match(r"WARNING: batch (\d+): the rewards part\. .* pays_for_others fell from ", line)[1])
     caplog.clear()
     for stop in (batch - 1, batch + 1):
         name = f"stopped-{stop}"
         run(name, both, [StopAfter(stop)], reward_weights=[1.0, 0.0])
         again = run(name, both, reward_weights=[1.0, 0.0], resume=True)
-        assert said_of(caplog) == [line]
+        assert said_of(caplog) == [line, narrow]
         assert [row["objective/scores"] for row in again] == [row["objective/scores"] for row in whole]
         caplog.clear()
     alone = run("alone", [pays_for_e])
     assert [row["objective/scores"] for row in alone] == [row["objective/scores"] for row in whole]
-    assert said_of(caplog) == []
+    assert said_of(caplog) == [narrow]
