@@ -13,7 +13,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 22_980, 29_431, 35_428, 16, 497
+CORE, WHOLE, TESTED, NAMES, KEYS = 23_236, 29_616, 36_063, 16, 498
 """Each rises only with a feature, by what that feature needs."""
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
