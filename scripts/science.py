@@ -141,7 +141,30 @@ def rates() -> Iterator[str]:
         yield f"| {algorithm} | {' | '.join(f'{fmean(by_rate[name]):.3f}' for name in names)} |"
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {"rates": rates, "robustness": robustness, "primary": primary}
+def pair_losses() -> Iterator[str]:
+    """Of each loss on pairs: accuracy at S = 0, and what larger S change, over the same seeds and prompts."""
+    groups: dict[str, dict[str, dict[int, Judged]]] = defaultdict(lambda: defaultdict(dict))
+    for run in read("pair_losses"):
+        groups[run.setting["loss"]][run.setting["train.staleness"]][run.seed] = run
+    ages = sorted({int(age) for group in groups.values() for age in group} - {0})
+    yield f"| loss | S = 0 | {' | '.join(f'S = {age}' for age in ages)} | KL, S = 0 and {ages[-1]} | seeds |"
+    yield f"| --- | --- | {' | '.join('---' for _ in ages)} | --- | --- |"
+    for loss, by_age in groups.items():
+        base = by_age["0"]
+        cells = [loss, told(within(crossed_mean_interval([run.scores for run in base.values()])), ".3f")]
+        for age in ages:
+            changes = [np.subtract(run.scores, base[seed].scores) for seed, run in by_age[str(age)].items()]
+            cells.append(told(crossed_mean_interval(np.array(changes).tolist()), "+.3f"))
+        kls = [fmean(run.kl for run in by_age[str(age)].values()) for age in (0, ages[-1])]
+        yield f"| {' | '.join([*cells, f'{kls[0]:.2f}, {kls[1]:.2f}', str(len(base))])} |"
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "rates": rates,
+    "robustness": robustness,
+    "primary": primary,
+    "pair_losses": pair_losses,
+}
 
 
 def page() -> str:

@@ -113,6 +113,10 @@ def _check_trained(config: OnlineConfig) -> None:
     require(most is None or most % steps == 0, "trained_prompts", most, right)
     right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
     require(most is None or config.samples_per_prompt > 1, "trained_prompts", most, right)
+    share, right = config.curriculum, "must be 0 with samples_per_prompt 1: the rewards of one completion cannot differ"
+    require(not share or config.samples_per_prompt > 1, "curriculum", share, right)
+    right = 'must be 0 with staleness_mode "bounded", whose record says which weights sampled a batch, not its prompts'
+    require(not share or config.staleness_mode == "exact", "curriculum", share, right)
 
 
 def _check_feedback(config: OnlineConfig) -> None:

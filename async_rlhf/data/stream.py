@@ -139,7 +139,11 @@ class PromptStream:
     def prompt(self, draw: int) -> Prompt:
         """The prompt of one draw."""
         epoch, position = divmod(draw, len(self))
-        row = int(self._kept[self._order(epoch)[position]])
+        return self.numbered(draw, int(self._order(epoch)[position]))
+
+    def numbered(self, draw: int, number: int) -> Prompt:
+        """One of the prompts of an epoch, which are numbered from 0 in the order of the rows, as what a draw gives."""
+        row = int(self._kept[number])
         columns: dict[str, Any] = dict(self.rows[row])
         place = f"{self._field!r} of row {row + 1}"
         messages = self._reader.chat(columns[self._field], place)

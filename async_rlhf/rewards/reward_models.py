@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 from async_rlhf.config.base import REQUIRED, Checked, at_least, key, require
 from async_rlhf.config.rewards import EndpointConfig
@@ -19,6 +21,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Message = dict[str, str]
+
+
+class _Loaded:
+    """A model and its tokenizer."""
+
+    def __init__(self, name: str, device: str, trust: bool) -> None:
+        from async_rlhf.models.loading import load_reward_model, load_tokenizer
+
+        self.model: PreTrainedModel = load_reward_model(name, device, "reward_models.models", trust=trust)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, "reward_models.models", trust=trust)
+
+
+_LOADED: WeakValueDictionary[tuple[str, str, bool], _Loaded] = WeakValueDictionary()
+"""As long as a function has them."""
+
+
+class _Latest:
+    """The scores that were computed last, for functions of one run that make different rewards of them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked: Any = None
+        self.scores_MR: Any = None
+
+
+_LATEST = _Latest()
 
 
 @dataclass(frozen=True)
@@ -33,8 +61,9 @@ class RewardModels(Checked):
 
     models: list[str] = key(REQUIRED)
     """Folders or hub names."""
-    how: Literal["mean", "minimum", "mean_less_deviation"] = "mean"
-    """How several scores make one; the last is the mean less ``factor`` standard deviations between the models."""
+    how: Literal["mean", "minimum", "mean_less_deviation", "deviation"] = "mean"
+    """How several scores make one: "mean_less_deviation" is the mean less ``factor`` standard deviations between the
+    models. "deviation" is that standard deviation, to be watched with the weight 0 beside another of these."""
     factor: float = key(1.0, at_least(0))
     """See ``how``."""
     batch_size: int = key(16, at_least(1))
@@ -44,20 +73,34 @@ class RewardModels(Checked):
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
 
-    __name__ = "reward_models"
+    @property
+    def __name__(self) -> str:
+        """Its name in metrics and messages."""
+        return "reward_models_deviation" if self.how == "deviation" else "reward_models"
 
     def check(self) -> None:
         require(len(self.models) > 0, "reward_models.models", self.models, "must name one at least")
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
+        asked = self.models, self.batch_size, self.device, self.trust_remote_code, [*prompts], [*completions]
+        with _LATEST.lock:  # whoever asks for the same scores at the same time waits for them
+            if _LATEST.asked != asked:
+                _LATEST.asked, _LATEST.scores_MR = None, self._scores(prompts, completions)
+                _LATEST.asked = asked
+            scores_MR = _LATEST.scores_MR
+        return self._together(scores_MR).tolist()
+
+    def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> Any:
+        """(M, R): of each model."""
         import torch
 
         from async_rlhf.models.forward import score_rows
 
         found = []
-        for model, tokenizer in self._loaded:
-            rows = [_tokens(tokenizer, *each) for each in zip(prompts, completions, strict=True)]
+        for loaded in self._loaded:
+            model = loaded.model
+            rows = [_tokens(loaded.tokenizer, *each) for each in zip(prompts, completions, strict=True)]
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             longest = max(map(len, rows))
             if limit is not None and longest > limit:
@@ -65,26 +108,26 @@ class RewardModels(Checked):
                 raise ValueError(f"reward model {name!r} reads {limit} tokens, and a text has {longest}")
             with torch.no_grad():
                 found.append(score_rows(model, rows, self.batch_size).double())
-        return self._together(torch.stack(found)).tolist()
+        return torch.stack(found)
 
     def _together(self, scores_MR: Any) -> Any:
         if self.how == "minimum":
             return scores_MR.amin(dim=0)
+        if self.how == "deviation":
+            return scores_MR.std(dim=0, correction=0)
         less = self.factor * scores_MR.std(dim=0, correction=0) if self.how == "mean_less_deviation" else 0.0
         return scores_MR.mean(dim=0) - less
 
     @cached_property
-    def _loaded(self) -> list[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-        from async_rlhf.models.loading import load_reward_model, load_tokenizer
-
-        trust = self.trust_remote_code
-        return [
-            (
-                load_reward_model(name, self.device, "reward_models.models", trust=trust),
-                load_tokenizer(name, "reward_models.models", trust=trust),
-            )
-            for name in self.models
-        ]
+    def _loaded(self) -> list[_Loaded]:
+        """Functions of one run share the models that both have."""
+        found = []
+        for name in self.models:
+            what = name, self.device, self.trust_remote_code
+            model = _LOADED.get(what) or _Loaded(*what)
+            _LOADED[what] = model
+            found.append(model)
+        return found
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[int, ...]:

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 """Version of the resume format. Raise it with every change that an older or newer version could not read."""
+CURRICULUM = "curriculum.spreads"
+"""The tensor of what a curriculum knows of each prompt."""
 _SHARDED_FORMAT = f"{FORMAT}, sharded"
 _SAMPLE_TYPES = {"tokens": "int32", "sampled": "bool", "logprobs": "float32", "versions": "int32", "rewards": "float32"}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
@@ -21,12 +22,13 @@ from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
-from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
+from async_rlhf.run.checkpoint import CURRICULUM, ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
 from async_rlhf.run.feedback import labels_row
 from async_rlhf.run.folder import EVAL_SAMPLES, FEEDBACK, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
+from async_rlhf.run.parting import Watch
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.truncation_warning import cut_off_warning
 from async_rlhf.system import random_state
@@ -187,11 +189,13 @@ class TrainingLoop(Loop):
     Args:
         rollouts: the batches, in order.
         evaluations: on held-out prompts.
+        parts: warns where measures part from the score.
     """
 
     run: Run
     rollouts: RolloutSchedule
     evaluations: Evaluations
+    parts: Watch
 
     def train(self) -> OnlineTrainerState:
         """Train on all remaining batches and save the final policy."""
@@ -211,6 +215,8 @@ class TrainingLoop(Loop):
                 experience, metrics = run.learner.annotate(scored)
             with trace.span("train", batch=batch.index):
                 metrics |= run.learner.update(experience, batch.index)
+            if run.curriculum is not None:
+                run.curriculum.note(scored)
             rollouts.publish(run.learner.policy, version=batch.index)
             metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
             started = time.monotonic()
@@ -256,9 +262,13 @@ class TrainingLoop(Loop):
             "random": random_values,
             "rewards": self.run.scorer.state(),
             "agreement": self.rollouts.generator.agreement.state(),
+            "warned": sorted(self.parts.said),
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
         own = {"config": config, "values": values, "tensors": random_tensors}
+        if self.run.curriculum is not None:
+            values["curriculum"] = self.run.curriculum.state()
+            own["tensors"] = {**random_tensors, CURRICULUM: torch.from_numpy(self.run.curriculum.spreads_N.copy())}
         return {**own, "ahead": ahead, "evaluation": evaluation}
 
     def _log(self, scored: ScoredBatch, metrics: dict[str, float], everything: bool) -> None:
@@ -274,6 +284,7 @@ class TrainingLoop(Loop):
         if everything:
             state = self.run.callbacks.state
             logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)
+            self.parts.look(logs)
             self._log_samples(scored)
             self.run.callbacks.log(logs)
             self.trace.flush()

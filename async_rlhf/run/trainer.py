@@ -33,11 +33,12 @@ from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.checkpoint import save_learner
 from async_rlhf.run.factory import make_generator
 from async_rlhf.run.feedback import Feedback, read_labels
-from async_rlhf.run.folder import FEEDBACK, FINAL, log_names
+from async_rlhf.run.folder import FEEDBACK, FINAL, METRICS, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop
 from async_rlhf.run.manifest import write_whole
+from async_rlhf.run.parting import Watch
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.system.log import JsonLines
@@ -323,7 +324,7 @@ def train(run: Run) -> OnlineTrainerState:
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         saves = stack.enter_context(saving(run))
         rollouts = _rollouts(run, generator, trace, feedback)
-        loop = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts))
+        loop = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts), _watch(run))
         rollouts.idle = loop.wait_for_people
         state = loop.train()
         stack.close()
@@ -355,6 +356,15 @@ def _log(run: Run, name: str) -> JsonLines:
     """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint."""
     keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
     return JsonLines(run.folder.path / name, keep)
+
+
+def _watch(run: Run) -> Watch:
+    """On rank 0, that of a resumed run knows what was logged, once the log is open."""
+    watch = Watch(run.config.reward_weights)
+    if run.resumed is not None and run.ranks.is_main:
+        path = run.folder.path / METRICS if run.folder.goes_on else None
+        watch.resume(path, run.resumed.values.get("warned", ()))
+    return watch
 
 
 def _rollouts(run: Run, generator: Generator, trace: Trace, feedback: Feedback | None) -> RolloutSchedule:

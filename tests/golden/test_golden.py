@@ -13,7 +13,7 @@ import pytest
 from tiny import count_letters
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig
-from async_rlhf.algorithms.table import BUILT_IN
+from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
@@ -57,14 +57,23 @@ RUNS = {
     "gspo": {"samples_per_prompt": 4, "num_epochs": 2},
     "cispo": {"samples_per_prompt": 4, "num_epochs": 2, "cliprange_high": 0.1},
     "reinforce_pp": {"num_epochs": 2},
+    "pairs_hinge": {"loss_type": "hinge", "beta": 1.5},
+    "pairs_conservative": {"flipped": 0.2},
+    "pairs_robust": {"flipped": 0.2, "robust": True},
+    "pairs_length_normalised": {"per_token": True, "beta": 2.0, "samples_per_prompt": 3, "pairs": "all"},
+    "pairs_simpo": {"with_reference": False, "per_token": True, "beta": 2.0, "target": 1.0, "num_epochs": 2},
+    "pairs_likelihood": {"nll": 0.2, "samples_per_prompt": 4, "min_gap": 1.0},
 }
 """Name of each run, which begins with the algorithm's, and what is not at its default."""
+PAIRS = f"{Path(__file__).parents[2] / 'recipes/pairs/pairs.py'}:PAIRS"
+"""The algorithm of runs whose names begin with "pairs"."""
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_do_not_move(request, make_policy, make_reward_model, tokenizer, prompts, make_args, name, staleness):
-    algorithm = next((a for a in BUILT_IN if name.startswith(a)), "online_dpo")
+    known = {**dict.fromkeys(BUILT_IN), "pairs": PAIRS}
+    algorithm = next((known[a] or a for a in known if name.startswith(a)), "online_dpo")
     args = make_args(algorithm=algorithm, staleness=staleness, **RUNS[name])
     trainer = OnlineTrainer(
         make_policy(),
@@ -73,6 +82,7 @@ def test_losses_do_not_move(request, make_policy, make_reward_model, tokenizer, 
         reward_model=make_reward_model(),
         reward_funcs=count_letters,
         processing_class=tokenizer,
+        algorithm=find(algorithm),
     )
     trainer.train()
     lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]

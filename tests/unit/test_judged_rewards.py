@@ -20,7 +20,7 @@ from async_rlhf.rewards import chat
 from async_rlhf.rewards.chat import JudgeError, filled
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.rewards.judge import judge
-from async_rlhf.rewards.reward_models import reward_models, reward_server
+from async_rlhf.rewards.reward_models import RewardModels, reward_models, reward_server
 
 PROMPTS, COMPLETIONS = ["p", "p", "p", "q", "q", "q"], ["oo", "x", "ooo", "x", "x", "o"]
 
@@ -216,6 +216,7 @@ def test_each_model_reads_texts_by_its_own_tokenizer_and_template(saved):
         "mean": both.mean(0),
         "minimum": both.amin(0),
         "mean_less_deviation": both.mean(0) - 0.5 * both.std(0, correction=0),
+        "deviation": both.std(0, correction=0),
     }.items():
         found = reward_models(models=saved, how=how, factor=0.5, batch_size=2)(PROMPTS, COMPLETIONS)
         assert found == pytest.approx(expected.tolist(), abs=1e-5), how
@@ -224,6 +225,31 @@ def test_each_model_reads_texts_by_its_own_tokenizer_and_template(saved):
     assert found == pytest.approx([slow_score(saved[1], "system: s\nuser: p\nassistant: oo\n", other, False)], abs=1e-5)
     with pytest.raises(ValueError, match=r"reads \d+ tokens, and a text has \d+"):
         reward_models(models=saved[:1])(["p"], ["o" * 5000])
+
+
+def test_their_disagreement_is_watched_without_a_second_pass(
+    make_policy, tokenizer, prompts, make_args, saved, monkeypatch
+):
+    """With the weight 0: the run is the one without it, and no model is loaded or asked twice."""
+    place, passes = "async_rlhf.rewards.reward_models:reward_models", []
+    once = RewardModels._scores
+    monkeypatch.setattr(RewardModels, "_scores", lambda *words: passes.append(1) or once(*words))
+
+    def run(name, names, **more):
+        functions = load_reward_functions([f"{place}(models={saved!r}, how={how!r})" for how in names])
+        args = make_args(name, staleness=1, total_episodes=24, **more)
+        policy = make_policy()
+        OnlineDPOTrainer(policy, args, prompts, reward_funcs=functions, processing_class=tokenizer).train()
+        lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+        return functions, policy.state_dict(), lines
+
+    functions, weights, lines = run("watched", ["mean", "deviation"], reward_weights=[1.0, 0.0])
+    assert len(passes) == len(lines) == 3
+    assert all(a.model is b.model for a, b in zip(functions[0]._loaded, functions[1]._loaded, strict=True))
+    assert min(line["reward/reward_models_deviation"] for line in lines) > 0
+    _, alone, plain = run("alone", ["mean"])
+    assert all(torch.equal(tensor, alone[key]) for key, tensor in weights.items())
+    assert [line["objective/scores"] for line in plain] == [line["objective/scores"] for line in lines]
 
 
 def test_they_train(make_policy, tokenizer, prompts, make_args, saved):

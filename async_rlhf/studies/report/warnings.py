@@ -1,12 +1,15 @@
-"""What in a run should make its owner look twice: each with the figure, and with what to do. Thresholds are here."""
+"""What in a run should make its owner look twice: each with the figure, and with what to do.
+
+Thresholds are here; those of what a run warns of itself, as measures part from its score, are in run/parting.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from async_rlhf.run.parting import FEWEST, Ends, partings, values_of
 from async_rlhf.run.truncation_warning import MANY
 from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.plots import CHECKPOINT
@@ -16,16 +19,12 @@ from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs
 class Thresholds(NamedTuple):
     """A figure beyond one of these gets a warning."""
 
-    part: float = 0.1
-    """Share of the logged batches that "the start" and "the end" are."""
     cut_off: float = MANY
     """Share of completions that do not end by themselves."""
     ties: float = 0.3
     """Share of prompts whose completions all score the same."""
     kl_per_token: float = 0.5
     """Nats per token to the reference."""
-    kl_rise: float = 1.25
-    """Factor by which KL grows over the second half of a run while the score does not."""
     clipped: float = 0.3
     """Share of ratios that are clipped."""
     capped: float = 0.1
@@ -34,12 +33,6 @@ class Thresholds(NamedTuple):
     """Effective sample size by token, as a share."""
     ess_sequence: float = 0.3
     """The same by completion."""
-    entropy: float = 0.3
-    """Share of the entropy at the start that is left."""
-    length: float = 1.8
-    """Factor by which completions have grown longer."""
-    errors: float = 3.0
-    """Standard errors by which two means must differ to count as different."""
     engine: float = 0.05
     """Mean nats per token between engine and learner with the same weights."""
     evidence: float = 3.0
@@ -51,8 +44,6 @@ class Thresholds(NamedTuple):
 
 
 THRESHOLDS = Thresholds()
-FEWEST = 6
-"""Logged batches from which start and end are compared."""
 
 
 class Warned(NamedTuple):
@@ -65,47 +56,8 @@ class Warned(NamedTuple):
     """Its name."""
 
 
-class _Part:
-    """Some values: their mean, which is NaN without any, and its standard error."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        self.mean = fmean(values) if values else math.nan
-        self.error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0 * self.mean
-
-    def __format__(self, form: str) -> str:
-        return format(self.mean, form)
-
-    def rises_to(self, other: _Part) -> float:
-        """By how many standard errors the other mean is above this one."""
-        error, difference = math.hypot(self.error, other.error), other.mean - self.mean
-        return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
-
-
-class _Ends:
-    """The start, the middle and the end of one metric. What it has not is NaN, which is beyond no threshold."""
-
-    def __init__(self, values: Sequence[float]) -> None:
-        count = max(2, round(THRESHOLDS.part * len(values)))
-        middle = len(values) // 2
-        self.enough = len(values) >= FEWEST
-        self.start, self.end = _Part(values[:count]), _Part(values[-count:])
-        self.middle = _Part(values[max(0, middle - count // 2 - 1) : middle + count // 2 + 1])
-
-    @property
-    def rises(self) -> bool:
-        return self.enough and self.start.rises_to(self.end) > THRESHOLDS.errors
-
-    @property
-    def falls(self) -> bool:
-        return self.enough and self.start.rises_to(self.end) < -THRESHOLDS.errors
-
-
-def _values(rows: Sequence[Mapping[str, float]], key: str) -> list[float]:
-    return [row[key] for row in rows if isinstance(row.get(key), (int, float))]
-
-
-def _ends(run: ReadRun, key: str) -> _Ends:
-    return _Ends(_values(run.rows, key))
+def _ends(run: ReadRun, key: str) -> Ends:
+    return Ends(values_of(run.rows, key))
 
 
 def warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) -> list[Warned]:
@@ -126,7 +78,7 @@ def _teaches_little(run: ReadRun) -> Iterator[Warned]:
             f"{cost}. Give them more room (generation.response_length), or see whether the policy learns to go on.",
         )
     counted = [row for row in run.rows if "objective/ties" in row and row.get("episode")]
-    share = _Ends([row["objective/ties"] * row["batch"] / row["episode"] for row in counted]).end.mean
+    share = Ends([row["objective/ties"] * row["batch"] / row["episode"] for row in counted]).end.mean
     if share >= THRESHOLDS.ties:
         yield Warned(
             "Many prompts teach nothing",
@@ -136,21 +88,13 @@ def _teaches_little(run: ReadRun) -> Iterator[Warned]:
 
 
 def _kl(run: ReadRun) -> Iterator[Warned]:
-    kl, score, length = (_ends(run, key) for key in ("objective/kl", "objective/scores", "val/response_length"))
+    kl, length = _ends(run, "objective/kl"), _ends(run, "val/response_length")
     if length.end.mean > 0 and (per_token := kl.end.mean / length.end.mean) >= THRESHOLDS.kl_per_token:
         yield Warned(
             "Far from the reference",
             f"KL is {kl.end:.3g} nats per completion at the end, {per_token:.2f} per token. Read samples: so far away "
             "a reward model judges text of a kind that it has hardly seen. A lower learning rate, fewer batches, or a "
             "larger beta or KL penalty keeps the policy closer.",
-        )
-    grows = kl.enough and kl.middle.mean > 0 and kl.end.mean / kl.middle.mean >= THRESHOLDS.kl_rise
-    if grows and kl.middle.rises_to(kl.end) > THRESHOLDS.errors and score.middle.rises_to(score.end) < 1:
-        yield Warned(
-            "KL grows without a gain",
-            f"Over the second half KL went from {kl.middle:.3g} to {kl.end:.3g} nats, the score from "
-            f"{score.middle:.3g} to {score.end:.3g}. An earlier checkpoint is as good and closer to the reference; "
-            "stop_at ends a run there.",
         )
 
 
@@ -173,56 +117,17 @@ def _off_policy(run: ReadRun) -> Iterator[Warned]:
 
 
 def _hacking(run: ReadRun) -> Iterator[Warned]:
-    keys = ("objective/scores", "policy/entropy_avg", "val/response_length")
-    score, entropy, length = (_ends(run, key) for key in keys)
+    score = _ends(run, "objective/scores")
     up = f"training score rose from {score.start:.3g} to {score.end:.3g}"
-    held_out = _values(run.evals, "eval_objective/scores")
+    held_out = values_of(run.evals, "eval_objective/scores")
     if score.rises and len(held_out) >= 3 and held_out[-1] < held_out[0]:
         yield Warned(
             "Better in training, worse on held-out prompts",
             f"The {up}, that on held-out prompts fell from {held_out[0]:.3g} to {held_out[-1]:.3g}. The policy learns "
             "the training prompts by heart, or they differ in kind. Use more prompts, or an earlier checkpoint.",
         )
-    for key in _rewards_of(run) if score.rises else ():
-        if (part := _ends(run, key)).falls:
-            name = key.removeprefix("reward/")
-            yield Warned(
-                "The rewards part",
-                f"The {up}, but {name} fell from {part.start:.3g} to {part.end:.3g}; it was highest about batch "
-                f"{_peak(run, key):.0f}. If it says what you want, the policy exploits the others: use an earlier "
-                "checkpoint, give it a larger weight (reward_weights), or stop_at its held-out peak.",
-            )
-    if entropy.enough and entropy.start.mean > 0 and entropy.end.mean <= THRESHOLDS.entropy * entropy.start.mean:
-        yield Warned(
-            "The policy has become narrow",
-            f"Entropy per token fell from {entropy.start:.3g} to {entropy.end:.3g} nats"
-            f"{f'; the {up}' if score.rises else ''}. Read samples: it may have found one phrase that the reward "
-            "likes. A larger beta or KL penalty, or a lower learning rate, keeps it open.",
-        )
-    longer = length.enough and length.start.mean > 0 and length.end.mean >= THRESHOLDS.length * length.start.mean
-    if score.rises and longer:
-        yield Warned(
-            "Answers grow with the score",
-            f"The {up}, the length from {length.start:.3g} to {length.end:.3g} tokens. The reward may pay for length: "
-            "compare at equal length (async-rlhf evaluate), or set length_penalty.",
-        )
-
-
-def _rewards_of(run: ReadRun) -> list[str]:
-    """The metrics of the run's rewards, but for those that count against the score."""
-    found = list(dict.fromkeys(key for row in run.rows for key in row if key.startswith("reward/")))
-    functions = [key for key in found if key not in ("reward/model", "reward/skipped")]
-    weights = run.config.get("reward_weights") or [1.0] * len(functions)
-    against = {key for key, weight in zip(functions, weights, strict=False) if weight < 0}
-    return [key for key in found if key != "reward/skipped" and key not in against]
-
-
-def _peak(run: ReadRun, key: str) -> float:
-    """The batch about which a metric was highest: in the middle of the best run of logged batches."""
-    rows = [row for row in run.rows if key in row]
-    count = max(2, round(THRESHOLDS.part * len(rows)))
-    best = max(range(len(rows) - count + 1), key=lambda i: fmean(row[key] for row in rows[i : i + count]))
-    return rows[best + count // 2]["batch"]
+    for parting in partings(run.rows, run.config.get("reward_weights") or ()):
+        yield Warned(parting.title, parting.text)
 
 
 def _engine(run: ReadRun) -> Iterator[Warned]:
@@ -233,7 +138,7 @@ def _engine(run: ReadRun) -> Iterator[Warned]:
             f"With the same weights their log-probabilities differ by {noise:.3g} nats per token. Look at "
             "generation.dtype and the engine's options; a correction makes up for small differences.",
         )
-    most, limit = max(_values(run.rows, "engine/sampling_evidence"), default=-math.inf), THRESHOLDS.evidence
+    most, limit = max(values_of(run.rows, "engine/sampling_evidence"), default=-math.inf), THRESHOLDS.evidence
     if most >= limit:
         yield Warned(
             "The engine may not draw what it says",
