@@ -204,6 +204,10 @@ class Labels(NamedTuple):
     """Its number in the order of sampling: batches are trained on in the order in which their labels are there."""
     rewards_PK: tuple[tuple[float | None, ...], ...]
     """From 0 to 1; None for a completion without a label."""
+    completions: str = ""
+    """A fingerprint of what was labelled."""
+    is_logged: bool = False
+    """Whether the run's own file has them already."""
 
 
 @dataclass(frozen=True, slots=True)

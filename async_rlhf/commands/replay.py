@@ -28,6 +28,7 @@ def run_replay(config: ReplayConfig) -> dict[str, Any]:
     bounded = original.train.staleness_mode == "bounded"
     train = without_uploads(
         original.train,
+        run,
         Path(config.output_dir or run / "replay"),
         overwrite_output_dir=config.overwrite,
         replay_from=str(run / SCHEDULE) if bounded else None,

@@ -50,11 +50,12 @@ def read_run(run: str, cannot: str) -> RunConfig:
     return original
 
 
-def without_uploads(config: OnlineConfig, output_dir: Path, **changes: Any) -> OnlineConfig:
+def without_uploads(config: OnlineConfig, run: Path, output_dir: Path, **changes: Any) -> OnlineConfig:
     """How a run is repeated in another folder, from its beginning: it saves no checkpoints, and sends nothing anywhere.
 
     Args:
         config: of the run, whose environments and people say what they said there.
+        run: its folder, where it is now.
         output_dir: the other folder.
         changes: more keys, which come before these.
     """
@@ -66,11 +67,11 @@ def without_uploads(config: OnlineConfig, output_dir: Path, **changes: Any) -> O
         "report_to": [],
         "push_to_hub": False,
     }
-    replies = Path(config.output_dir) / EPISODES
+    replies = run / EPISODES
     if replies.is_file():
         common["generation"] = replace(config.generation, replies_from=str(replies))
     if config.feedback.ask is not None:
-        common["feedback"] = replace(config.feedback, labels_from=str(Path(config.output_dir) / FEEDBACK))
+        common["feedback"] = replace(config.feedback, labels_from=str(run / FEEDBACK))
     return replace(config, **{"output_dir": str(output_dir), **common, **hub, **changes})
 
 

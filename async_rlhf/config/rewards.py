@@ -168,9 +168,10 @@ class FeedbackConfig(Checked):
     answers: int = key(1, at_least(1))
     """People who have to answer each question. Their mean counts."""
     max_lag: int | None = key(None, at_least(0))
-    """The largest lag, in batches, at which a batch is trained on; at least the staleness. One that has come to it is
-    trained on next with the labels that it has, and completions without one are left out and counted
-    (`feedback/unlabelled`). null lets every batch wait until all of its labels are there."""
+    """The largest lag, in batches, at which a batch is trained on; at least the staleness. Where training on a batch
+    with all of its labels would make another one older, that one is trained on instead with the labels that it has, and
+    completions without one are left out and counted (`feedback/unlabelled`). null lets every batch wait until all of
+    its labels are there. Either way the learner waits while no batch has all of them."""
     labels_from: str | None = key(None, role="place")
     """The feedback.jsonl of a run whose labels are repeated, in the order in which they came there; nobody is asked.
     `replay` and `explain` set it."""

@@ -12,7 +12,8 @@ HIDDEN = "***"
 API_KEY_VARIABLE = "ASYNC_RLHF_API_KEY"
 """The environment variable with the key of vLLM servers, on both sides."""
 
-_KEYS = {"api_key", "auth_token", "hf_token", "hub_token", "password", "push_to_hub_token", "secret", "use_auth_token"}
+_KEYS = {"api_key", "auth_token", "hf_token", "hub_token", "password", "push_to_hub_token", "secret", "token"}
+_KEYS |= {"use_auth_token"}
 # Up to the last @ before the path: a password may have one, too.
 _USER = re.compile(r"(?<=://)[^/?#\s'\"]*(?=@)")
 _QUERY = re.compile(r"([?&][\w-]*(?:key|token|secret|password|signature)=)[^&#\s'\"]+", re.IGNORECASE)

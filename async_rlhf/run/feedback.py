@@ -2,6 +2,7 @@
 
     RUN/feedback/questions.jsonl   the questions that are open now, written whole
     RUN/feedback/answers.jsonl     what people have said; only ever appended to, by `async-rlhf feedback` or other tools
+    RUN/feedback/asked.jsonl       the questions of batches that have been trained on
     RUN/feedback.jsonl             the labels that each batch was trained on, which is what a replay repeats
 
 A question is known by a fingerprint of its texts. So a run that is resumed, or done again, and asks the same again has
@@ -14,9 +15,12 @@ import hashlib
 import json
 import logging
 import math
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +38,7 @@ from async_rlhf.types import Batch, Group, Labels, Sample
 
 logger = logging.getLogger(__name__)
 
-QUESTIONS, ANSWERS = Path("feedback") / "questions.jsonl", Path("feedback") / "answers.jsonl"
+QUESTIONS, ANSWERS, ASKED = (Path("feedback") / f"{name}.jsonl" for name in ("questions", "answers", "asked"))
 TIE = "tie"
 STARS = 5
 Said = int | Literal["tie"]
@@ -53,7 +57,7 @@ class Question:
     batch: int = 0
     """The number of its batch, in the order of sampling."""
 
-    @property
+    @cached_property
     def id(self) -> str:
         """A fingerprint of what is asked."""
         asked = json.dumps([self.ask, self.prompt, self.completions])
@@ -61,7 +65,7 @@ class Question:
 
     def row(self) -> dict[str, Any]:
         """As it stands in files, and in the answers of the server."""
-        return {"id": self.id, **vars(self), "completions": list(self.completions)}
+        return {"id": self.id, **asdict(self), "completions": list(self.completions)}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Question:
@@ -93,30 +97,44 @@ class Answers:
 
     def __init__(self, path: Path) -> None:
         self._path, self._read, self._lines = path, 0, 0
-        self._said: dict[str, dict[str, Any]] = {}
+        self._said: dict[str, dict[str, list[Any]]] = {}
+        self._warned: set[tuple[str, str, str]] = set()
 
-    def refresh(self) -> None:
-        """Read what has been added. Lines that cannot be answers are passed over, with a warning."""
+    def refresh(self) -> int:
+        """Read what has been added. Lines that cannot be answers are passed over, with a warning.
+
+        Returns:
+            How many lines there are.
+        """
         if not self._path.is_file():
-            return
+            return self._lines
         with self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._read:  # somebody has made it shorter
+                self._read, self._lines, self._said = 0, 0, {}
             file.seek(self._read)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        for line in whole.splitlines():
+        for row in rows_of(whole):
             self._lines += 1
-            try:
-                row = json.loads(line)
-                self._said.setdefault(row["id"], {})[str(row["annotator"])] = row["answer"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+            if row is None:
                 right = "must be an object with id, annotator and answer"
                 logger.warning("WARNING: %s, line %d: %s; it is passed over", self._path, self._lines, right)
+            else:
+                self._said.setdefault(row["id"], {}).setdefault(row["annotator"], []).append(row["answer"])
+        return self._lines
 
     def of(self, question: Question) -> dict[str, Said]:
-        """What was said, by person; what cannot be an answer to the question is left out."""
-        said = self._said.get(question.id, {})
-        return {who: what for who, what in said.items() if question.wrong(what) is None}
+        """What was said, by person. What cannot be an answer to the question does not count, with a warning."""
+        found = {}
+        for who, words in self._said.get(question.id, {}).items():
+            for said in words:
+                if (right := question.wrong(said)) is None:
+                    found[who] = said
+                elif (told := (question.id, who, repr(said))) not in self._warned:
+                    self._warned.add(told)
+                    logger.warning("WARNING: %s: answer %r of %s to %s: %s", self._path, said, who, question.id, right)
+        return found
 
     def label(self, question: Question) -> float | None:
         """The mean of the labels; None if nobody has answered."""
@@ -126,6 +144,19 @@ class Answers:
     def missing(self, questions: Iterable[Question]) -> list[Question]:
         """The questions that too few people have answered."""
         return [question for question in questions if len(self.of(question)) < question.answers]
+
+
+def rows_of(lines: bytes) -> Iterator[dict[str, Any] | None]:
+    """The answers in whole lines of JSON; None for a line that is none."""
+    for line in lines.split(b"\n")[:-1]:
+        try:
+            row = json.loads(line)
+            if not isinstance(row["id"], str):
+                raise TypeError("no fingerprint")
+            # An annotator may be a number, elsewhere.
+            yield {**row, "annotator": str(row["annotator"]), "answer": row["answer"]}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            yield None
 
 
 class _Asked(NamedTuple):
@@ -174,11 +205,15 @@ class Feedback:
     recorded: Mapping[int, Labels]
     _asked: dict[int, dict[int, _Asked]] = field(default_factory=dict)
     """By batch and number of the prompt."""
-    _whole: set[int] = field(default_factory=set)
-    """The batches that have been collected."""
+    _collected: dict[int, str] = field(default_factory=dict)
+    """Fingerprints of the batches that have been collected."""
+    _taken: set[int] = field(default_factory=set)
+    """The batches that are trained on, or were."""
     _alone: threading.Lock = field(default_factory=threading.Lock)
     _told: int = 0
     """The last step whose waiting was logged."""
+    _seen: tuple[int, ...] = ()
+    """What there was when no batch had its labels."""
 
     def __post_init__(self) -> None:
         self.answers = Answers(self.folder / ANSWERS)
@@ -186,14 +221,24 @@ class Feedback:
 
     def arrived(self, index: int, first: int, groups: Sequence[Group]) -> None:
         """Ask about prompts that have been sampled, from the batch's prompt number ``first`` on. From any thread."""
-        if index <= 0 or self.config.labels_from is not None:  # held-out answers; nobody is asked
+        with suppress(Exception):  # what is wrong with them is said where the batch is collected, and checked
+            self._ask(index, first, groups)
+
+    def _ask(self, index: int, first: int, groups: Sequence[Group]) -> None:
+        if index <= 0 or index in self._taken or self.config.labels_from is not None:  # below 1: held-out answers
             return
         asked = {first + number: self._questions(index, group) for number, group in enumerate(groups)}
         with self._alone:
             here = self._asked.setdefault(index, {})
             if asked != {number: here.get(number) for number in asked}:
                 here |= asked
-                self._write()
+                if self._is_sampled(index):
+                    self._write()
+
+    def close(self) -> None:
+        """Nothing is asked any more: the run has ended."""
+        self._asked.clear()
+        self._write()
 
     def next(self, step: int, waiting: Mapping[int, Batch | None]) -> Labels | None:
         """The batch to train on now, and its labels; None while there is none that has all of them.
@@ -203,21 +248,31 @@ class Feedback:
             waiting: the batches that have been asked for, in order; None where they are still being sampled.
         """
         for index, batch in waiting.items():
-            if batch is not None and index not in self._whole:  # of inline sampling, or of a checkpoint; or all is said
-                self._whole.add(index)
-                self.arrived(index, 0, batch.groups)
-        if step in self.recorded:
-            return self._taken(self.recorded[step])
+            if batch is not None and index not in self._collected:  # what has arrived may be of a worker that died
+                self._collected[index] = fingerprint(batch)
+                self._ask(index, 0, batch.groups)
+        if step in self.recorded and (number := self.recorded[step].sampled_as) in waiting:
+            if waiting[number] is None:
+                return None  # it is collected next, and compared
+            if self._collected[number] == self.recorded[step].completions:
+                return self._take(self.recorded[step])
         if self.config.labels_from is not None:
-            raise RuntimeError(f"{self.config.labels_from!r} has no labels for batch {step}")
-        self.answers.refresh()
+            why = "has labels of other completions for" if step in self.recorded else "has no labels for"
+            raise RuntimeError(f"feedback.labels_from: {self.config.labels_from!r} {why} batch {step}")
+        if step in self.recorded:
+            logger.warning("WARNING: batch %d was labelled with other completions; people are asked again", step)
+            self.recorded = {}
+        seen = (step, self.answers.refresh(), sum(map(len, self._asked.values())), len(self._collected))
+        if seen == self._seen:
+            return None
         labelled = [index for index in waiting if self._is_sampled(index) and not self._missing([index])]
         if not labelled:
             self._tell(step, waiting)
+            self._seen = seen
             return None
         fine = (i for i in labelled if self._may_wait(step, [other for other in waiting if other != i]))
         chosen = next(fine, min(waiting, key=self._latest))
-        return self._taken(self._labels(chosen)) if self._is_sampled(chosen) else None
+        return self._take(self._labels(chosen)) if self._collected.get(chosen) else None
 
     def _latest(self, index: int) -> float:
         """The last step at which a batch is not too old to be trained on."""
@@ -241,10 +296,15 @@ class Feedback:
                 yield from asked.questions.values()
 
     def _labels(self, index: int) -> Labels:
-        return Labels(index, tuple(asked.labels(self.answers) for _, asked in sorted(self._asked[index].items())))
+        rewards_PK = tuple(asked.labels(self.answers) for _, asked in sorted(self._asked[index].items()))
+        return Labels(index, rewards_PK, self._collected[index])
 
-    def _taken(self, labels: Labels) -> Labels:
+    def _take(self, labels: Labels) -> Labels:
         with self._alone:
+            self._taken.add(labels.sampled_as)
+            if questions := [*self._open([labels.sampled_as])]:
+                with (self.folder / ASKED).open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(question.row()) + "\n" for question in questions)
             self._asked.pop(labels.sampled_as, None)
             self._write()
         return labels
@@ -277,7 +337,7 @@ class Feedback:
     def _text(sample: Sample, plain: str) -> str:
         """What people see of a completion: of an episode all that was said."""
         fields = episode_fields(sample)
-        return conversation(fields["messages"], fields["rewards"]) if fields else plain
+        return conversation(fields["messages"], ()) if fields else plain
 
     def _write(self) -> None:
         """The open questions, the oldest first."""
@@ -287,24 +347,37 @@ class Feedback:
                 file.write(json.dumps(question.row()) + "\n")
 
 
-def read_labels(path: Path, after: int = 0, key: str = "feedback.labels_from") -> dict[int, Labels]:
-    """The labels that batches were trained on, in a file as a run writes it, from the batch behind ``after`` on.
+def fingerprint(batch: Batch) -> str:
+    """Of a batch's completions."""
+    found = hashlib.sha256()
+    for sample in batch.samples:
+        found.update(sample.tokens.tobytes() + b"\n")
+    return found.hexdigest()[:16]
+
+
+def read_labels(path: Path) -> dict[int, Labels]:
+    """The labels that batches were trained on, in a file as a run writes it.
 
     Raises:
         ConfigError: the file cannot be read, or is none of a run.
     """
+    found: dict[int, Labels] = {}
     try:
         text = path.read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        found = {
-            row["batch"]: Labels(row["sampled_as"], tuple(tuple(labels) for labels in row["labels"])) for row in rows
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{key}: got {str(path)!r}; must be the {FEEDBACK} of a run: {error}") from error
-    return {batch: labels for batch, labels in found.items() if batch > after}
+        for row in map(json.loads, text[: text.rfind("\n") + 1].splitlines()):
+            # A batch that was trained on otherwise, after all: what followed it is no more.
+            found = {batch: labels for batch, labels in found.items() if batch < row["batch"]}
+            rewards_PK = tuple(tuple(labels) for labels in row["labels"])
+            found[row["batch"]] = Labels(row["sampled_as"], rewards_PK, row["completions"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        right = f"must be the {FEEDBACK} of a run"
+        raise ConfigError(f"feedback.labels_from: got {str(path)!r}; {right}: {error}") from error
+    return found
 
 
 def labels_row(batch: Batch) -> dict[str, Any]:
     """A line of the file that :func:`read_labels` reads."""
-    assert batch.labels is not None
-    return {"batch": batch.index, "sampled_as": batch.labels.sampled_as, "labels": batch.labels.rewards_PK}
+    labels = batch.labels
+    assert labels is not None
+    names = {"batch": batch.index, "sampled_as": labels.sampled_as, "completions": labels.completions}
+    return {**names, "labels": labels.rewards_PK}

@@ -229,6 +229,7 @@ class TrainingLoop(Loop):
     def wait_for_people(self) -> None:
         """Wait a little. A run that is told to end meanwhile does so, with a checkpoint of what it has trained."""
         run, batch = self.run, self.run.callbacks.state.global_step
+        self._finish_save()
         if self._ends():
             there = run.ranks.broadcast("saved?", lambda: Checkpoints(run.folder.path).path(batch).exists())
             if batch > 0 and not there:
@@ -277,7 +278,7 @@ class TrainingLoop(Loop):
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
         for row in episode_rows(scored.batch.index, scored.batch.groups) if EPISODES in self.logs else ():
             self.logs[EPISODES].write(row)
-        if FEEDBACK in self.logs:
+        if scored.batch.labels is not None and not scored.batch.labels.is_logged:
             self.logs[FEEDBACK].write(labels_row(scored.batch))
         if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
             logger.warning("%s", warning)

@@ -95,14 +95,16 @@ class RolloutSchedule:
         self._ahead = {batch.index: batch for batch in ahead}
         self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
         # A run that goes on has the batches in its checkpoint that it had not trained on, whatever their order.
-        asked = start + staleness if start > 0 and labelled is not None else 0
-        self._trained = set(range(1, asked + 1)) - set(self._ahead)
+        taken = start + len(self._ahead) if start > 0 and labelled is not None else 0
+        self._trained = set(range(1, taken + 1)) - set(self._ahead)
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(self.start + 1, self.num_batches + 1):
             labels = None if self.labelled is None else self._labels(index)
             number = index if labels is None else labels.sampled_as
-            self._collect(number)
+            for asked in sorted(self._asked):  # in this order always: what an engine is measured by adds up
+                if asked <= number:
+                    self._collect(asked)
             del self._asked[number]
             yield replace(self._ahead.pop(number), index=index, labels=labels)
 
@@ -129,11 +131,11 @@ class RolloutSchedule:
         """The batches under way that weights older than version ``trained`` sample, for a checkpoint after that batch.
 
         Waits for them: those weights are gone when the run is resumed. Version ``trained`` itself is in the checkpoint,
-        so the last batch under way, which it samples, can be sampled again; unless it has been already, and what was
-        found in it is in the checkpoint.
+        so the last batch under way, which it samples, can be sampled again; unless it has been collected already, and
+        what was found in it is in the checkpoint.
         """
         last = trained + self.staleness + self.generator.at_once
-        older = sorted(index for index in self._asked if index <= last)
+        older = sorted(index for index in self._asked if index <= last or index in self._ahead)
         for index in older:
             self._collect(index)
         return [self._ahead[index] for index in older]

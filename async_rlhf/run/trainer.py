@@ -327,6 +327,8 @@ def train(run: Run) -> OnlineTrainerState:
         loop = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts), _watch(run))
         rollouts.idle = loop.wait_for_people
         state = loop.train()
+        if feedback is not None:
+            feedback.close()
         stack.close()
         run.watch.close()
     return state
@@ -343,19 +345,28 @@ def _feedback(run: Run) -> Feedback | None:
     config, folder = run.config, run.folder.path
     if config.feedback.ask is None or not run.ranks.is_main:
         return None
-    recorded = {}
-    if config.feedback.labels_from is not None:
-        recorded = read_labels(Path(config.feedback.labels_from))
+    recorded, path = {}, config.feedback.labels_from
+    if path is not None:
+        recorded = read_labels(Path(path))
+        found = {tuple(map(len, labels.rewards_PK)) for labels in recorded.values()}
+        right = f"must be of a run with batches of {config.batch_size} x {config.samples_per_prompt} completions"
+        require(found <= {(config.samples_per_prompt,) * config.batch_size}, "feedback.labels_from", path, right)
     elif run.resumed is not None and run.folder.goes_on:
-        recorded = read_labels(folder / FEEDBACK, after=run.resumed.batch)
+        known = read_labels(folder / FEEDBACK)
+        recorded = {b: labels._replace(is_logged=True) for b, labels in known.items() if b > run.resumed.batch}
     given = config.staleness, config.batch_size, run.tokenizer, run.scorer.prompt_field, recorded
     return Feedback(config.feedback, folder, *given)
 
 
 def _log(run: Run, name: str) -> JsonLines:
-    """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint."""
+    """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint, and all that it
+    has to repeat.
+    """
+    path = run.folder.path / name
     keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
-    return JsonLines(run.folder.path / name, keep)
+    if name == FEEDBACK and keep:
+        keep = path.read_bytes().rfind(b"\n") + 1
+    return JsonLines(path, keep)
 
 
 def _watch(run: Run) -> Watch:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from annotators import Annotator, late, more_letters, open_questions, random_times
 from forked import fork_the_fork_server, start_forked
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.commands.replay import run_replay
@@ -202,11 +203,34 @@ def test_what_was_trained_on_after_the_last_checkpoint_is_repeated(make_policy, 
         ours = train(make_policy, tokenizer, prompts, args)
     order = order_of(args)
     assert order[2:] != sorted(order[2:])
-    shutil.rmtree(folder / "final")
-    shutil.rmtree(folder / "checkpoint-4")
-    shutil.rmtree(folder / "checkpoint-6")
-    assert_same(ours, train(make_policy, tokenizer, prompts, replace(args, resume=True)))
-    assert order_of(args) == order
+    for stops in (True, False):  # killed again before it is there
+        shutil.rmtree(folder / "final", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoint-4")
+        shutil.rmtree(folder / "checkpoint-6", ignore_errors=True)
+        again = replace(args, resume=True)
+        with pytest.raises(SystemExit) if stops else nullcontext():
+            weights = train(make_policy, tokenizer, prompts, again, [StopAfter(4)] if stops else [])
+        assert order_of(args) == order
+    assert_same(ours, weights)
+
+
+def test_batches_that_are_passed_over_are_measured_in_the_same_order(make_policy, tokenizer, prompts, make_args):
+    """Also in a checkpoint that is written while the run waits, with one more batch than it needs."""
+    args = make_args(staleness=2, total_episodes=64, feedback=FeedbackConfig("rate"))
+    folder = Path(args.output_dir)
+    stopper = threading.Thread(target=stop_after, args=(folder, 3))
+    stopper.start()
+    some = Annotator(folder, lambda question, newest: question.batch in (3, 4, 5))
+    with some.working(), pytest.raises(SystemExit, match=r"^0$"):
+        train(make_policy, tokenizer, prompts, args)
+    stopper.join()
+    assert order_of(args) == [3, 4, 5]
+    with Annotator(folder).working():
+        ours = train(make_policy, tokenizer, prompts, replace(args, resume=True))
+    again = replace(args, output_dir=args.output_dir + "-again")
+    again = replace(again, feedback=replace(args.feedback, labels_from=str(folder / FEEDBACK)))
+    assert_same(ours, train(make_policy, tokenizer, prompts, again))
+    assert metrics_of(args) == metrics_of(again)
 
 
 def test_inline_with_other_rewards_and_chosen_prompts(make_policy, tokenizer, prompts, make_args):
@@ -233,9 +257,10 @@ def trained(tmp_path):
     return args
 
 
-def test_a_labelled_run_is_replayed_and_explained(trained, capsys):
+def test_a_labelled_run_is_replayed_and_explained_wherever_its_folder_is(trained):
+    folder = Path(trained.output_dir).rename(Path(trained.output_dir).with_name("moved"))
+    trained = replace(trained, output_dir=str(folder))
     run_replay(ReplayConfig(trained.output_dir))
-    folder = Path(trained.output_dir)
     assert (folder / "replay" / FEEDBACK).read_bytes() == (folder / FEEDBACK).read_bytes()
     found = run_explain(ExplainConfig(trained.output_dir, batch=4, top=1))
     assert found["repeated"]["compared"] == [3, 4]

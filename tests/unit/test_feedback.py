@@ -19,8 +19,8 @@ from tiny import byte_tokenizer, new_args
 
 from async_rlhf.cli import main
 from async_rlhf.config import ConfigError, FeedbackConfig
-from async_rlhf.run.feedback import ANSWERS, QUESTIONS, Answers, Feedback, Question, read_labels
-from async_rlhf.run.schedule import version_for
+from async_rlhf.run.feedback import ANSWERS, QUESTIONS, Answers, Feedback, Question, fingerprint, read_labels
+from async_rlhf.run.schedule import RolloutSchedule, version_for
 from async_rlhf.studies.feedback.people import (
     People,
     WrongAnswerError,
@@ -31,7 +31,8 @@ from async_rlhf.studies.feedback.people import (
     shown_order,
 )
 from async_rlhf.studies.feedback.server import make_server
-from async_rlhf.types import Batch, Group, Prompt, Sample
+from async_rlhf.system.trace import Trace
+from async_rlhf.types import Batch, Group, Labels, Prompt, Sample
 
 TOKENIZER = byte_tokenizer()
 NOTHING = {"batch_size": 1}
@@ -128,14 +129,28 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("said", [2, -1, True, "first", None, 0.0, [0]])
-def test_what_cannot_be_an_answer_does_not_count(tmp_path, said):
+def test_what_cannot_be_an_answer_does_not_count(tmp_path, caplog, said):
     question = Question("compare", "p", ("a", "b"))
     say_anything(tmp_path, question, said)
     answers = Answers(tmp_path / ANSWERS)
     answers.refresh()
-    assert answers.missing([question]) == [question]
+    for _ in range(2):
+        assert answers.missing([question]) == [question]
+    assert caplog.text.count('must be 0, 1 or "tie"') == 1
     with pytest.raises(WrongAnswerError, match="must be 0, 1"):
         asking(tmp_path, question).answer({"id": question.id, "annotator": "ada", "answer": said})
+
+
+def test_what_cannot_be_an_answer_leaves_the_one_before(tmp_path):
+    question = Question("compare", "p", ("a", "b"))
+    for said in (1, "0"):
+        say_anything(tmp_path, question, said)
+    answers = Answers(tmp_path / ANSWERS)
+    answers.refresh()
+    assert answers.of(question) == {"ada": 1}
+    (tmp_path / ANSWERS).write_text("")  # by hand
+    answers.refresh()
+    assert answers.of(question) == {}
 
 
 def say_anything(folder: Path, question: Question, said: object) -> None:
@@ -181,10 +196,60 @@ def test_every_batch_is_trained_on_once_never_too_old_and_the_oldest_labelled_on
 def test_a_batch_that_is_still_being_sampled_is_not_taken(tmp_path):
     one = feedback(tmp_path, prompts=2)
     one.arrived(1, 1, [group("a", "b")])
-    say(tmp_path, open_now(tmp_path)[0], 0)
     assert one.next(1, {1: None, 2: None}) is None
+    assert open_now(tmp_path) == []
     one.arrived(1, 0, [group("c", "c")])
-    assert one.next(1, {1: None, 2: None}).rewards_PK == ((0.5, 0.5), (1.0, 0.0))
+    say(tmp_path, open_now(tmp_path)[0], 0)
+    assert one.next(1, {1: None, 2: None}) is None  # to be collected, which checks it
+    sampled = batch(1, group("c", "c"), group("a", "b"))
+    assert one.next(1, {1: sampled, 2: None}).rewards_PK == ((0.5, 0.5), (1.0, 0.0))
+    assert [q.completions for q in open_now(tmp_path)] == []
+    one.arrived(1, 1, [group("a", "b")])  # of a run that goes on, and has been there
+    assert open_now(tmp_path) == []
+
+
+def test_labels_are_taken_for_the_completions_that_got_them_alone(tmp_path, caplog):
+    labelled = batch(1, group("a", "b"))
+    recorded = {1: Labels(1, ((1.0, 0.0),), fingerprint(labelled), is_logged=True), 2: Labels(2, ((0.0, 1.0),), "?")}
+    one = feedback(tmp_path / "1", recorded=recorded)
+    assert one.next(1, {1: None, 2: None}) is None
+    assert one.next(1, {1: labelled, 2: None}) == recorded[1]
+    other = feedback(tmp_path / "2", recorded=recorded)
+    assert other.next(1, {1: batch(1, group("a", "c")), 2: None}) is None
+    assert "batch 1 was labelled with other completions; people are asked again" in caplog.text
+    assert [question.completions for question in open_now(tmp_path / "2")] == [("a", "c")]
+    replayed = feedback(tmp_path / "3", recorded=recorded, labels_from="feedback.jsonl")
+    with pytest.raises(RuntimeError, match="has labels of other completions for batch 1"):
+        replayed.next(1, {1: batch(1, group("a", "c"))})
+    with pytest.raises(RuntimeError, match="has no labels for batch 3"):
+        replayed.next(3, {3: batch(3, group("a", "c"))})
+
+
+def test_a_batch_that_was_trained_on_otherwise_ends_what_followed_it(tmp_path):
+    rows = [(1, 1), (2, 3), (3, 2), (2, 2)]
+    lines = [{"batch": b, "sampled_as": n, "completions": "x", "labels": [[n, 0]]} for b, n in rows]
+    (tmp_path / "feedback.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"bat')
+    assert read_labels(tmp_path / "feedback.jsonl") == {1: Labels(1, ((1, 0),), "x"), 2: Labels(2, ((2, 0),), "x")}
+
+
+def test_a_run_that_is_made_longer_asks_for_the_batches_that_it_had_not():
+    """At the end of the shorter one, fewer than S + 1 were under way."""
+    asked: list[int] = []
+    generator = SimpleNamespace(
+        at_once=False,
+        publish=lambda policy, version: None,
+        submit=lambda index, version, prompts: asked.append(index),
+        collect=lambda index: batch(index),
+    )
+    said = iter(range(7, 13))
+    schedule = RolloutSchedule(
+        generator, SimpleNamespace(batch=lambda index, size: ()), batch_size=1, num_batches=12, staleness=2,
+        trace=Trace(), start=6, is_main=False, labelled=lambda step, waiting: Labels(next(said), ()),
+    )  # fmt: skip
+    schedule.publish(None, 6)
+    for each in schedule:
+        schedule.publish(None, each.index)
+    assert asked == [7, 8, 9, 10, 11, 12]
 
 
 def test_it_says_once_who_is_waited_for(tmp_path, caplog):
@@ -260,6 +325,40 @@ def test_somebody_may_still_answer_what_is_no_longer_asked(tmp_path):
     (tmp_path / QUESTIONS).write_text("")
     people.answer({"id": COMPARED[0].id, "annotator": "ada", "answer": 1})
     assert [(q.prompt, who, said) for q, who, said in said_by_all(tmp_path)] == [("p1", "ada", 1)]
+
+
+def test_an_answer_is_whole_behind_a_line_that_was_cut_off(tmp_path):
+    people = asking(tmp_path, *COMPARED)
+    (tmp_path / ANSWERS).write_text('{"id": "x", "ann')
+    people.answer({"id": COMPARED[0].id, "annotator": "ada", "answer": 1})
+    people.answer({"id": COMPARED[1].id, "annotator": "ada", "answer": 0})
+    assert [(q.prompt, said) for q, _, said in said_by_all(tmp_path)] == [("p1", 1), ("p2", 0)]
+
+
+def test_answers_of_other_tools_are_exported_when_their_batch_is_long_trained_on(tmp_path):
+    one = feedback(tmp_path)
+    waiting = {1: batch(1, group("a", "b"))}
+    one.next(1, waiting)
+    say(tmp_path, open_now(tmp_path)[0], 1)
+    with (tmp_path / ANSWERS).open("ab") as file:
+        for line in (
+            b"[" * 5000,
+            b"\xff",
+            b'{"id": [1]}',
+            b'{"id": "x", "annotator": "a", "answer": 1, "completions": 3}',
+        ):
+            file.write(line + b"\n")
+    assert one.next(1, waiting) is not None
+    assert [(q.completions, who, said) for q, who, said in said_by_all(tmp_path)] == [(("a", "b"), "ada", 1)]
+
+
+@pytest.mark.parametrize("text", ["half \ud83d", "line\u2028separator", "gr\u00fc\u00dfe"])
+def test_any_text_is_exported(tmp_path, text):
+    people = asking(tmp_path, Question("compare", text, ("a", "b")))
+    people.answer({"id": people.open()[0].id, "annotator": "ada", "answer": 1})
+    assert run_command(tmp_path, "--export", tmp_path / "out") == 0
+    (line,) = (tmp_path / "out").read_bytes().split(b"\n")[:-1]
+    assert json.loads(line)["prompt"] == text
 
 
 @pytest.mark.parametrize(

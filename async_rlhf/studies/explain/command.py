@@ -119,6 +119,7 @@ def _repeated(original: RunConfig, run: Path, scratch: Path, checkpoint: Path | 
     bounded = original.train.staleness_mode == "bounded"
     train = without_uploads(
         original.train,
+        run,
         scratch / "run",
         replay_from=str(_schedule(original, run, scratch, batch)) if bounded else None,
         resume_from=None if checkpoint is None else str(checkpoint),

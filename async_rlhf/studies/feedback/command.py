@@ -67,7 +67,7 @@ def _export(config: PeopleConfig, folder: Path, out: Path) -> None:
     right = f"must be another one: of {len(said)} answers none is of this kind"
     require(count > 0, "format", config.format, right)
     with whole_file(out) as file:
-        file.write(text)
+        file.write(text.encode(errors="backslashreplace").decode())  # JSON's escape of half a character
     logger.info("feedback: %s", agreement(said))
     logger.info("feedback: %d rows in %s", count, out)
     if config.format == "label_studio":

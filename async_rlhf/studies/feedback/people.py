@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.run.feedback import ANSWERS, QUESTIONS, TIE, Answers, Question, Said
+from async_rlhf.run.feedback import ANSWERS, ASKED, QUESTIONS, TIE, Answers, Question, Said, rows_of
 from async_rlhf.system.files import naming
 
 _LONGEST_NAME = 100
@@ -33,6 +35,9 @@ class People:
         self._answers = Answers(self._path)
         self._known: dict[str, Question] = {}
         """All that were open at some time, as somebody may still be thinking about them."""
+        self._open: list[Question] = []
+        self._mark: tuple[int, ...] | None = None
+        """Of the file that they were read from."""
         self._alone = threading.Lock()
 
     def open(self) -> list[Question]:
@@ -74,15 +79,23 @@ class People:
             said = {"id": question.id, "annotator": who.strip(), "answer": row["answer"], "time": time.time()}
             text = json.dumps(said | {name: question.row()[name] for name in ("ask", "prompt", "completions", "batch")})
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with naming(self._path), self._path.open("ab") as file:  # of two servers each line stays whole
-                file.write(f"{text}\n".encode())
+            with naming(self._path), self._path.open("a+b") as file:  # of two servers each line stays whole
+                file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+                begin = b"" if file.read() in (b"", b"\n") else b"\n"  # somebody's line was cut off
+                file.write(begin + f"{text}\n".encode())
+                file.flush()
+                os.fsync(file.fileno())
 
     def _look(self) -> list[Question]:
         self._answers.refresh()
-        text = self._questions.read_text(encoding="utf-8") if self._questions.is_file() else ""
-        found = [Question.of(json.loads(line)) for line in text.splitlines()]
-        self._known |= {question.id: question for question in found}
-        return found
+        found = self._questions.stat() if self._questions.is_file() else None
+        mark = None if found is None else (found.st_ino, found.st_mtime_ns, found.st_size)
+        if mark != self._mark:
+            text = "" if mark is None else self._questions.read_text(encoding="utf-8")
+            self._open = [Question.of(json.loads(line)) for line in text.splitlines()]
+            self._known |= {question.id: question for question in self._open}
+            self._mark = mark
+        return self._open
 
 
 def shown_order(question: Question, annotator: str) -> list[int]:
@@ -93,30 +106,20 @@ def shown_order(question: Question, annotator: str) -> list[int]:
 
 
 def said_by_all(folder: Path) -> list[tuple[Question, str, Said]]:
-    """All answers of a run whose texts are known, with who gave them; the last word of each person.
-
-    Answers that another tool has written without texts are there while their question is open.
-    """
-    questions, last = {}, {}
-    for path in (folder / QUESTIONS, folder / ANSWERS):
-        for row in _rows(path):
-            if "completions" in row:
-                question = Question.of(row)
-                questions[question.id] = question
-            if "answer" in row:
-                last[row["id"], str(row["annotator"])] = row["answer"]
-    known = [(questions[key], who, said) for (key, who), said in last.items() if key in questions]
-    return [each for each in known if each[0].wrong(each[2]) is None]
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
+    """All answers of a run, with who gave them; the last word of each person."""
+    texts = b"".join(path.read_bytes() for path in (folder / ASKED, folder / QUESTIONS) if path.is_file())
+    found = [Question.of(json.loads(line)) for line in texts.split(b"\n") if line.endswith(b"}")]
+    questions = {question.id: question for question in found}
+    answers, last = folder / ANSWERS, {}
+    for row in rows_of(answers.read_bytes() if answers.is_file() else b""):
+        if row is None:
             continue
-        if isinstance(row, dict) and "id" in row:
-            yield row
+        with suppress(TypeError, KeyError):  # of a run whose questions are gone
+            questions.setdefault(row["id"], Question.of(row))
+        question = questions.get(row["id"])
+        if question is not None and question.wrong(row["answer"]) is None:
+            last[question.id, row["annotator"]] = question, row["annotator"], row["answer"]
+    return list(last.values())
 
 
 def agreement(said: Iterable[tuple[Question, str, Said]]) -> str:

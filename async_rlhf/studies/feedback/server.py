@@ -92,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         nonce = secrets.token_urlsafe(16)
         text = _PAGE.read_text(encoding="utf-8").replace("{nonce}", nonce)
         allowed = f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
+        allowed += "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         self._reply(HTTPStatus.OK, "text/html; charset=utf-8", text.encode(), {"Content-Security-Policy": allowed})
 
     def _send(self, status: HTTPStatus, value: Any) -> None:
