@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import decides_result, dotted, with_new_keys, without_gpu
 from async_rlhf.config.rewards import FunctionName
@@ -86,8 +84,8 @@ class Stage:
     def identity(self) -> dict[str, Any]:
         """The marker's entries for configuration and inputs."""
         values = dotted(dataclasses.asdict(self.config))
-        if not torch.cuda.is_available():
-            values = without_gpu(values, self.config)  # as markers of older versions have them
+        # What a GPU would decide is left open in the trials of a sweep, and not known to older versions.
+        values = without_gpu(values, self.config)
         config = {key: value for key, value in values.items() if decides_result(self.config, key)}
         # Through JSON and back, so that it can be compared with a marker.
         return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))
@@ -213,7 +211,7 @@ class Stage:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
-        values = with_new_keys(found["config"], self.config)
+        values = without_gpu(with_new_keys(found["config"], self.config), self.config)
         config = {key: value for key, value in values.items() if decides_result(self.config, key)}
         return {**found, "config": without_secrets(config)}
 

@@ -192,7 +192,9 @@ def _check_precision_and_penalty(config: OnlineConfig) -> None:
     right = "must be false with bf16: there is one type to compute in"
     require(not (config.in_bfloat16 and config.fp16), "fp16", True, right)
     right = "must be false without bf16 and fp16, where everything is float32"
-    require(config.in_bfloat16 or config.fp16 or not config.head_float32, "head_float32", config.head_float32, right)
+    require(
+        config.bf16 is not False or config.fp16 or not config.head_float32, "head_float32", config.head_float32, right
+    )
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         value, default = getattr(config, name), _default(config, name)
         right = 'must be left out with optimizer "adafactor", which has no such number'

@@ -39,11 +39,8 @@ class ModelCopies:
         is_main = parallel.ranks.is_main
         self._plain = plain_copy(model, tokenizer, parallel) if is_main and isinstance(model, PreTrainedModel) else None
         self._tokenizer = copy.deepcopy(tokenizer) if is_main else None
-
-    @property
-    def names(self) -> list[str]:
-        """Of the parameters, layer by layer."""
-        return [name for name, _ in self._model.named_parameters()]
+        self.names = [name for name, _ in model.named_parameters()]
+        """Of the parameters, layer by layer: asked for here, as a sharded model changes while it computes."""
 
     @property
     def in_shards(self) -> bool:

@@ -60,7 +60,8 @@ def decided(config: Config, has_bf16: bool, packs: bool, rows_per_unit: int = 1)
     found = replace(config, bf16=has_bf16 and not fp16) if config.bf16 == "auto" else config
     if isinstance(found, OnlineConfig):
         if found.generation.dtype == "auto":
-            dtype: Dtype = "bfloat16" if has_bf16 and found.in_bfloat16 else "float32"
+            apart = found.generation.device == "cpu" or (found.launch == "ray" and found.ray.num_gpus == 0)
+            dtype: Dtype = "bfloat16" if has_bf16 and found.in_bfloat16 and not apart else "float32"
             found = replace(found, generation=replace(found.generation, dtype=dtype))
         packs = packs and found.packing is not False and found.attn_implementation in (None, "sdpa")
         packs = packs and not found.deterministic  # no GPU has shown that the kernel repeats itself
@@ -92,7 +93,8 @@ def packs_rows(model: Model | None, trust: bool) -> bool:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
-        except (ValueError, ImportError, RuntimeError):  # a model of another kind, or one that needs its weights
+        except Exception as error:  # a model of another kind, or one that needs its weights; it only loses a default
+            logger.debug("whether rows can be packed is not known: %s", error)
             return False
     return model is None or obstacle_in_code(model) is None
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.config.base import dotted, may_change, require, with_new_keys
+from async_rlhf.config.base import dotted, may_change, require, with_new_keys, without_gpu
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.distributed.collectives import Ranks
@@ -169,9 +169,10 @@ class ResumeState:
         right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
         enough = config.num_train_epochs is not None or self.batch <= config.num_batches
         require(enough, name, getattr(config, name), right)
+        known = with_new_keys(without_secrets(self.config), config)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
-            for values in (with_new_keys(without_secrets(self.config), config), as_saved(config, algorithm))
+            for values in (without_gpu(each, config) for each in (known, as_saved(config, algorithm)))
         )
         require_same(old, new, config.resume_anyway)
 

@@ -122,6 +122,7 @@ class HubUploads(TrainerCallback):
                     repo_id=repository,
                     folder_path=staged,
                     path_in_repo=place,
+                    delete_patterns=["*.safetensors", "*.safetensors.index.json"],
                     commit_message=f"{message}, with all that resuming needs",
                 )
                 self.url = done.commit_url
@@ -155,7 +156,11 @@ def push_policy(folder: Path, repository: str, private: bool | None, token: str 
 
 
 def _upload_model(api: HfApi, repository: str, folder: Path, message: str) -> str:
-    done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=_OURS)
+    # A model that is in several files now, or was: transformers would load the single one that is left.
+    replaced = ["model*.safetensors", "model.safetensors.index.json"]
+    done = api.upload_folder(
+        repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=_OURS, delete_patterns=replaced
+    )
     return str(done.commit_url)
 
 

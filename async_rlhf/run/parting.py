@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ DEVIATION = 1.5
 DEVIATES = "_deviation"
 """The end of the names of rewards that say how much reward models differ."""
 
+_READ = {"batch", "objective/scores", "objective/kl", "policy/entropy_avg", "val/response_length"}
+
 Row = Mapping[str, float]
 """A line of metrics.jsonl."""
 
@@ -48,8 +51,12 @@ class Part:
     def __init__(self, values: Sequence[float]) -> None:
         self.mean = fmean(values) if values else math.nan
         self.count = len(values)
-        squares = sum((value - self.mean) ** 2 for value in values)
-        self.error = math.sqrt(squares / (self.count - 1) / self.count) if self.count > 1 else 0.0 * self.mean
+        largest = (
+            max((abs(value - self.mean) for value in values), default=0.0) or 1.0
+        )  # a square of it may be too large
+        squares = sum(((value - self.mean) / largest) ** 2 for value in values)
+        one = self.count < 2
+        self.error = 0.0 * self.mean if one else largest * math.sqrt(squares / (self.count - 1) / self.count)
 
     def __format__(self, form: str) -> str:
         return format(self.mean, form)
@@ -62,9 +69,10 @@ class Part:
     def surely_below(self, other: Part) -> bool:
         """Whether the other mean is so far above this one that chance is no explanation: Welch's t-test."""
         t = self.rises_to(other)
-        if not t > 0 or math.isinf(t):
-            return t > 0
-        squares = [part.error**2 for part in (self, other)]
+        if not t > 0 or math.isinf(t):  # values that are all the same say little if they are few
+            return t > 0 and min(self.count, other.count) >= LEAST
+        largest = max(self.error, other.error)
+        squares = [(part.error / largest) ** 2 for part in (self, other)]
         parts = zip(squares, (self, other), strict=True)
         freedom = sum(squares) ** 2 / sum(square**2 / (part.count - 1) for square, part in parts if square)
         return float(stdtr(freedom, -t)) < CHANCE
@@ -110,12 +118,13 @@ def values_of(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows if isinstance(row.get(key), (int, float))]
 
 
-def partings(rows: Sequence[Row], weights: Sequence[float] = ()) -> Iterator[Parting]:
+def partings(rows: Sequence[Row], weights: Sequence[float] = (), said: Collection[str] = ()) -> Iterator[Parting]:
     """What has parted by now.
 
     Args:
         rows: lines of metrics.jsonl, those of training.
         weights: ``reward_weights``; one below 0 is of a penalty, which is to fall.
+        said: rewards that nothing more is to be said of.
     """
     score, kl, entropy, length = (
         Ends(values_of(rows, key))
@@ -143,6 +152,8 @@ def partings(rows: Sequence[Row], weights: Sequence[float] = ()) -> Iterator[Par
     if not score.rises:
         return
     for key in rewards_of(rows, weights):
+        if key in said:
+            continue
         part, name = Ends(values_of(rows, key)), key.removeprefix("reward/")
         if key.endswith(DEVIATES):
             if part.rises and part.end.mean >= DEVIATION * part.start.mean:
@@ -206,8 +217,9 @@ class Watch:
 
     def look(self, row: Mapping[str, Any]) -> None:
         """See the metrics of one more batch."""
-        self._rows.append(row)
-        for parting in partings(self._rows, self._weights):
-            if parting.metric not in self.said:
-                self.said.add(parting.metric)
-                logger.warning("WARNING: batch %d: %s. %s", row["batch"], parting.title.lower(), parting.text)
+        self._rows.append({key: x for key, x in row.items() if key in _READ or key.startswith("reward/")})
+        with suppress(ArithmeticError):  # of numbers that are too large: no reason to end a run
+            for parting in partings(self._rows, self._weights, self.said):
+                if parting.metric not in self.said:
+                    self.said.add(parting.metric)
+                    logger.warning("WARNING: batch %d: %s. %s", row["batch"], parting.title.lower(), parting.text)

@@ -131,7 +131,10 @@ NETWORK = ["--train.generation.weights_transport", "network"]
             ["--algorithm=best_of_k", "--train.kl", "{corrected: true, where: loss, estimator: k3, coef: 1}"],
             "kl.corrected: got True; must be false: the best of K",
         ),
-        (["--train.head_float32", "true"], "head_float32: got True; must be false without bf16"),
+        (
+            ["--train.head_float32", "true", "--train.bf16", "false"],
+            "head_float32: got True; must be false without bf16",
+        ),
         (["--train.non_eos_penalty", "subtract"], "train.non_eos_penalty.*subtract"),
         (
             ["--train.non_eos_penalty", "add", "--train.penalty_reward_value", "1"],

@@ -57,6 +57,9 @@ RUNS = {
     "gspo": {"samples_per_prompt": 4, "num_epochs": 2},
     "cispo": {"samples_per_prompt": 4, "num_epochs": 2, "cliprange_high": 0.1},
     "reinforce_pp": {"num_epochs": 2},
+}
+"""Name of each run, which begins with the algorithm's, and what is not at its default."""
+OF_PAIRS = {
     "pairs_hinge": {"loss_type": "hinge", "beta": 1.5},
     "pairs_conservative": {"flipped": 0.2},
     "pairs_robust": {"flipped": 0.2, "robust": True},
@@ -64,17 +67,15 @@ RUNS = {
     "pairs_simpo": {"with_reference": False, "per_token": True, "beta": 2.0, "target": 1.0, "num_epochs": 2},
     "pairs_likelihood": {"nll": 0.2, "samples_per_prompt": 4, "min_gap": 1.0},
 }
-"""Name of each run, which begins with the algorithm's, and what is not at its default."""
+"""The same of an algorithm from a file of its own."""
 PAIRS = f"{Path(__file__).parents[2] / 'recipes/pairs/pairs.py'}:PAIRS"
-"""The algorithm of runs whose names begin with "pairs"."""
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *OF_PAIRS])
 def test_losses_do_not_move(request, make_policy, make_reward_model, tokenizer, prompts, make_args, name, staleness):
-    known = {**dict.fromkeys(BUILT_IN), "pairs": PAIRS}
-    algorithm = next((known[a] or a for a in known if name.startswith(a)), "online_dpo")
-    args = make_args(algorithm=algorithm, staleness=staleness, **RUNS[name])
+    algorithm = PAIRS if name in OF_PAIRS else next((a for a in BUILT_IN if name.startswith(a)), "online_dpo")
+    args = make_args(algorithm=algorithm, staleness=staleness, **(RUNS | OF_PAIRS)[name])
     trainer = OnlineTrainer(
         make_policy(),
         args,

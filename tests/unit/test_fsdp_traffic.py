@@ -51,7 +51,7 @@ def step(ranks, policy, args, **options) -> tuple[FullyShardedDataParallel, list
     found = []
     for number in range(1, PASSES + 1):
         with CommDebugMode() as said, parallel.accumulating(last=number == PASSES):
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.in_bfloat16):
                 logits_BTV = parallel.forward(torch.ones(1, 6, dtype=torch.long)).logits
             parallel.backward(logits_BTV.float().sum())
         found.append({str(name).rpartition(".")[2]: count for name, count in said.get_comm_counts().items()})

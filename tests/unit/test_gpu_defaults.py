@@ -15,7 +15,6 @@ from tiny import count_letters, new_policy
 from transformers import MambaConfig
 
 from async_rlhf import GRPOConfig, OnlineDPOConfig
-from async_rlhf.commands import stage as stages
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.stages import SFTConfig
@@ -152,13 +151,17 @@ def test_a_run_of_before_goes_on_on_a_cpu_and_is_refused_with_the_keys_to_set_wh
     resumable(make_args, tokenizer, prompts, **old)
 
 
-def test_markers_of_stages_that_were_done_before_still_count_without_a_gpu(tmp_path, monkeypatch):
+def test_markers_of_stages_that_were_done_before_still_count_without_a_gpu(tmp_path):
+    """Also of the trials of a sweep, whose keys stay open, and which a host without a GPU may look at."""
     config = SFTConfig(train="x", output_dir="y")
     stage = Stage(tmp_path, "sft", config, {})
     assert (stage.identity["config"]["bf16"], stage.identity["config"]["max_tokens_per_pass"]) == (False, None)
-    monkeypatch.setattr(stages.torch.cuda, "is_available", lambda: True)
-    assert Stage(tmp_path, "sft", config, {}).identity["config"]["bf16"] == "auto"
-    assert Stage(tmp_path, "sft", replace(config, bf16=False), {}).identity["config"]["bf16"] is False
+    assert Stage(tmp_path, "sft", replace(config, bf16=True), {}).identity["config"]["bf16"] is True
+    known = json.loads(json.dumps({"stage": "sft", **stage.identity, "results": {}}))
+    for old in ({}, {"bf16": "auto", "max_tokens_per_pass": "on_gpu"}, {"bf16": False}):
+        kept = {key: x for key, x in known["config"].items() if key not in ("bf16", "max_tokens_per_pass")}
+        (tmp_path / "sft.json").write_text(json.dumps({**known, "config": kept | old}))
+        assert Stage(tmp_path, "sft", config, {}).done() == {}
 
 
 def test_a_plan_knows_what_a_gpu_decides(tmp_path):

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
     def hub(self) -> Hub:
         return self.server.hub
 
-    def answer(self, content: dict, status: int = 200) -> None:
+    def answer(self, content: dict | list, status: int = 200) -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -107,6 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         changed = {}
         for operation in operations:
             value = operation["value"]
+            if operation["key"] == "deletedFile":
+                del self.hub.files[name][value["path"]]
+                continue
             large = operation["key"] == "lfsFile"
             changed[value["path"]] = self.hub.lfs[value["oid"]] if large else base64.b64decode(value["content"])
         self.hub.files[name] |= changed
@@ -123,6 +126,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({})
 
     def do_GET(self) -> None:
+        if found := re.fullmatch(r"/api/models/(.+)/tree/main\?.*", self.path):
+            files = self.hub.files[found[1]]
+            rows = [{"type": "file", "path": path, "oid": "0" * 40, "size": len(files[path])} for path in files]
+            self.answer(rows)
+            return
         self.answer({"error": f"GET {self.path}"}, 404)
 
     def log_message(self, format: str, *arguments: object) -> None:
@@ -331,3 +339,23 @@ def test_keys_of_the_hub_need_push_to_hub_and_a_name_that_can_be_one(make_args):
     for name in ("a/b/c", "-a", "a--b", "a b", "/a", "a/"):
         with pytest.raises(ConfigError, match=r"hub_model_id: got .*; must be "):
             make_args(push_to_hub=True, hub_model_id=name)
+
+
+def test_weights_that_were_in_other_files_are_replaced(hub, make_policy, tokenizer, prompts, pushing):
+    """transformers would load a single file that is left beside several."""
+    args = pushing("checkpoint")
+    trainer_of(make_policy, tokenizer, prompts, args).train()
+    left = {
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "value_model/model.safetensors",
+        "mine.txt",
+    }
+    resumed = {f"last-checkpoint/{name}" for name in ("model-00001-of-00002.safetensors", "resume/tensors.safetensors")}
+    hub.files["ours/policy"] |= dict.fromkeys(left | resumed, b"old")
+    trainer_of(make_policy, tokenizer, prompts, replace(args, overwrite_output_dir=True)).train()
+    files = hub.files["ours/policy"]
+    assert left & files.keys() == {"value_model/model.safetensors", "mine.txt"}
+    assert files["model.safetensors"] != b"old"
+    assert "last-checkpoint/model-00001-of-00002.safetensors" not in files
+    assert files["last-checkpoint/resume/tensors.safetensors"] != b"old"

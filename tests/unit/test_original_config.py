@@ -151,6 +151,7 @@ def error(command: str, values: dict[str, object], *words: str) -> str:
 # What holds in a file with nothing but the necessary: the original's defaults where they differ from ours.
 TRAIN_DEFAULTS = {
     "algorithm": "online_dpo",
+    "train.bf16": False,
     "model": "org/sft",
     "reward_model": "org/reward",
     "data.train": "org/prompts",
@@ -387,6 +388,7 @@ def test_mini_batches_and_rloo_of_four():
 
 
 STAGE_DEFAULTS = {
+    "bf16": False,
     "eval_split": "test",
     "num_epochs": 3.0,
     "learning_rate": 5e-5,

@@ -64,13 +64,12 @@ def test_what_is_chance_and_what_is_not():
     assert not level.surely_below(above)
     assert level.surely_below(Part([1.5, 2.5] * 4))  # 5.6 standard errors, of 14 degrees of freedom
     assert not Part([0.0, 1.0]).surely_below(Part([10.0, 11.0]))  # 14, of 2
-    assert Part([0.0, 0.0]).surely_below(Part([1.0, 1.0]))
+    assert not Part([0.0] * 7).surely_below(Part([1.0] * 7))  # they may be rewards of 0 and 1 that are rare
+    assert Part([0.0] * 8).surely_below(Part([1.0] * 8))
+    for size in (1e-200, 1e200):
+        assert Part([0.0, size] * 8).surely_below(Part([3 * size, 4 * size] * 8))
     assert not Part([]).surely_below(Part([1.0]))
-    assert (Ends([]).rises, Ends([1.0, 2.0, 3.0]).rises, Ends([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]).rises) == (
-        False,
-        False,
-        True,
-    )
+    assert (Ends([]).rises, Ends([1.0, 2.0, 3.0]).rises, Ends([0.0] * 8 + [1.0] * 16).rises) == (False, False, True)
 
 
 def test_a_penalty_that_falls_is_no_news(caplog):

@@ -169,8 +169,11 @@ def test_sizes_that_are_not_given_do_not_limit_a_pass_that_tokens_limit(tmp_path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_tokens_per_pass": 0}, 'max_tokens_per_pass: got 0; must be "auto", or at least 1'),
-        ({"annotate_max_tokens": "all"}, "annotate_max_tokens: got 'all'; must be an integer or one of 'auto' or null"),
+        ({"max_tokens_per_pass": 0}, 'max_tokens_per_pass: got 0; must be "auto", "on_gpu", or at least 1'),
+        (
+            {"annotate_max_tokens": "all"},
+            "annotate_max_tokens: got 'all'; must be an integer or one of 'auto', 'on_gpu' or null",
+        ),
         ({"packing": "always"}, "packing: got 'always'; must be "),
         ({"deterministic": True, "max_tokens_per_pass": "auto"}, "max_tokens_per_pass: got 'auto'; must be a number"),
     ],

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from async_rlhf import OnlineDPOTrainer, RLOOTrainer
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parsing import parse
+from async_rlhf.models.gpu_defaults import decided
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.build import Inputs
@@ -50,7 +51,8 @@ def test_a_run_from_python_has_run_yml_and_what_was_an_object_is_said(make_polic
     with pytest.raises(ConfigError, match=r"data\.train"):
         parse(RunConfig, "train", ["--config", str(path)])
     words = ["--config", str(path), "--data.train", "rows.jsonl", "--reward_funcs", f'["{tmp_path / "gold.py"}:gold"]']
-    assert parse(RunConfig, "train", words)[0].train == args
+    # What a GPU would decide is said as it was decided here, so that the run can be repeated on one.
+    assert parse(RunConfig, "train", words)[0].train == decided(args, has_bf16=False, packs=False)
 
 
 def test_a_folder_that_is_used_again_is_not_logged_in_the_earlier_runs_trackers(

@@ -177,6 +177,7 @@ def test_one_place_loads_by_name():
     assert found == {
         "models/loading.py: "
         "return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
+        "models/gpu_defaults.py: model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)",
         "models/values.py: model = AutoModelForSequenceClassification.from_config("
         "config, trust_remote_code=brings_code(type(policy)))",
         # What this very process has pickled, for a process that it has started, over a pipe that nobody else has.
