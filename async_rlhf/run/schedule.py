@@ -102,9 +102,7 @@ class RolloutSchedule:
         for index in range(self.start + 1, self.num_batches + 1):
             labels = None if self.labelled is None else self._labels(index)
             number = index if labels is None else labels.sampled_as
-            for asked in sorted(self._asked):  # in this order always: what an engine is measured by adds up
-                if asked <= number:
-                    self._collect(asked)
+            self._collect(number)
             del self._asked[number]
             yield replace(self._ahead.pop(number), index=index, labels=labels)
 
@@ -114,7 +112,7 @@ class RolloutSchedule:
             self._collect(step)
         while (labels := self._labelled(step)) is None:
             sampling = [index for index in sorted(self._asked) if index not in self._ahead]
-            if sampling:
+            if sampling:  # in this order always: what an engine is measured by adds up
                 self._collect(sampling[0])
                 continue
             with self.trace.span("wait", batch=step):

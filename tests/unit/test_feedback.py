@@ -457,6 +457,11 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
     assert "cannot be listened on there" in capsys.readouterr().err
 
 
+def test_the_token_is_not_printed_with_the_configuration(tmp_path, capsys):
+    assert run_command(tmp_path, "--token", "hunter2", "--dry-run") == 0
+    assert "hunter2" not in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------- the server and its page
 
 
