@@ -6,6 +6,6 @@ reward function; called with options, it returns the same reward function with t
 """
 
 from async_rlhf.rewards.numeric import numeric_answer
-from async_rlhf.rewards.text import exact_match, length, regex
+from async_rlhf.rewards.text import distinct, exact_match, length, regex
 
-__all__ = ["exact_match", "length", "numeric_answer", "regex"]
+__all__ = ["distinct", "exact_match", "length", "numeric_answer", "regex"]

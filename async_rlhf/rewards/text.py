@@ -132,6 +132,26 @@ class Length(Reward):
         return float((self.minimum or 0) <= length and (self.maximum is None or length <= self.maximum))
 
 
+@dataclass(frozen=True)
+class Distinct(Reward):
+    """How little a completion repeats itself: the share of its runs of ``n`` words that are distinct, 1 if none comes
+    twice or there is none (distinct-n: Li et al., arXiv 1510.03055, section 5). Watched with the weight 0, it falls
+    where the policy has found a phrase that the reward pays for.
+
+    Args:
+        n: words of a run.
+    """
+
+    n: int = key(3, at_least(1))
+
+    def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
+        return [self._share(text.split()) for text in completions]
+
+    def _share(self, words: Sequence[str]) -> float:
+        runs = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
+        return len(set(runs)) / len(runs) if runs else 1.0
+
+
 def _matches(pattern: str, text: str, full: bool = False, every: bool = False) -> list[Any]:
     """The match of the whole text, the first match within it, or all matches.
 
@@ -167,5 +187,7 @@ exact_match = ExactMatch()
 """Compares with the column ``answer``; see :class:`ExactMatch` for its options."""
 regex = Regex()
 """Matches the expression of the column ``pattern``, or ``regex(pattern=...)``; see :class:`Regex`."""
+distinct = Distinct()
+"""How little a completion repeats itself; see :class:`Distinct`."""
 length = Length()
 """Counts words, or rewards a wanted number of them; see :class:`Length`."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import call_reward_function
 
 from async_rlhf.config import ConfigError
-from async_rlhf.rewards import exact_match, length, numeric_answer, reasoning_gym, regex
+from async_rlhf.rewards import distinct, exact_match, length, numeric_answer, reasoning_gym, regex
 from async_rlhf.rewards.functions import RewardError, function_name
 from async_rlhf.rewards.numeric import find_answer
 
@@ -325,8 +325,26 @@ def test_a_column_that_is_not_there(function, column):
 
 
 def test_they_are_called_what_they_are():
-    functions = [exact_match, numeric_answer(tolerance=1), regex, length, reasoning_gym.score]
-    assert list(map(function_name, functions)) == ["exact_match", "numeric_answer", "regex", "length", "score"]
+    functions = [exact_match, numeric_answer(tolerance=1), regex, length, distinct(n=2), reasoning_gym.score]
+    names = ["exact_match", "numeric_answer", "regex", "length", "distinct", "score"]
+    assert list(map(function_name, functions)) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("", 1),
+        ("a b", 1),
+        ("a b c d", 1),
+        ("a a a a", 1 / 2),
+        ("a b c a b c a b c", 3 / 7),
+        ("A a a", 1),
+        ("a\nb\tc", 1),
+    ],
+)
+def test_distinct_is_the_share_of_runs_of_words_that_come_once_or_first(text, share):
+    assert reward(distinct, text) == pytest.approx(share)
+    assert reward(distinct(n=1), text) == pytest.approx(len(set(text.split())) / max(1, len(text.split())) or 1)
 
 
 # reasoning-gym
