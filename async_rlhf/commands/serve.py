@@ -25,13 +25,14 @@ from async_rlhf.generation.vllm_engine import (
     threads_of_each,
 )
 from async_rlhf.generation.vllm_requests import own_seed
-from async_rlhf.models.loading import with_revision
+from async_rlhf.models.loading import check_source, with_revision
 from async_rlhf.system.subprocesses import require_own_package
 
 
 def run_serve(config: ServeConfig) -> NoReturn:
     """Replace this process by the server, so that signals and exit code are the server's; or run several beside it."""
     require_own_package("serve", "vLLM")  # python -m puts the current folder first, too
+    check_source(config.model, "model")
     if find_spec("vllm") is None:
         raise ConfigError(
             "serve: needs vLLM; pip install 'async-rlhf[vllm]', or without a GPU, in a checkout: make setup-vllm"

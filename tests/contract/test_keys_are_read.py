@@ -314,7 +314,7 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(serve, "find_spec", lambda name: object())
         patch.setattr(serve.os, "execve", _stop)
         with pytest.raises(StopError):
-            serve.run_serve(ServeConfig("policy", api_key="0123"))
+            serve.run_serve(ServeConfig(inputs["policy"], api_key="0123"))
         vllm_engine._options(VLLMConfig(), on_cpu=True)
         patch.setattr(vllm_engine, "VLLMEngine", _stop)
         patch.setattr(server_generator, "check_server", lambda url, *_: key_of(served.generation))

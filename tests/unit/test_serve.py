@@ -21,6 +21,13 @@ from async_rlhf.generation.vllm_middleware import OnlyWithKey
 from async_rlhf.system.subprocesses import require_own_package
 
 
+@pytest.fixture(autouse=True)
+def _policy(tmp_path, monkeypatch):
+    """A folder of this name."""
+    (tmp_path / "policy").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_server_is_started_so_that_a_run_can_use_it():
     words = serve.arguments(ServeConfig("policy", port=8001, tensor_parallel_size=2), has_gpu=True)
     joined = " ".join(words)
