@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import time
@@ -27,8 +28,11 @@ SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """Below the ports that connections get by themselves: one of these may be taken before a launcher listens there."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def launch(runs: list[Any], ranks: int, log: Path, script: Path = SCRIPT) -> Forked:
