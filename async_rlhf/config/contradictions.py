@@ -131,9 +131,8 @@ def _check_feedback(config: OnlineConfig) -> None:
     samples = config.samples_per_prompt
     require(feedback.ask == "rate" or samples > 1, "samples_per_prompt", samples, right)
     right = f"must be at least the staleness, which is {config.staleness}"
-    require(
-        feedback.max_lag is None or feedback.max_lag >= config.staleness, "feedback.max_lag", feedback.max_lag, right
-    )
+    most = feedback.max_lag
+    require(most is None or most >= config.staleness, "feedback.max_lag", most, right)
     mode = config.staleness_mode
     require(mode == "exact", "staleness_mode", mode, 'must be "exact" with feedback.ask')
 
@@ -192,9 +191,8 @@ def _check_precision_and_penalty(config: OnlineConfig) -> None:
     right = "must be false with bf16: there is one type to compute in"
     require(not (config.in_bfloat16 and config.fp16), "fp16", True, right)
     right = "must be false without bf16 and fp16, where everything is float32"
-    require(
-        config.bf16 is not False or config.fp16 or not config.head_float32, "head_float32", config.head_float32, right
-    )
+    narrow = config.bf16 is not False or config.fp16
+    require(narrow or not config.head_float32, "head_float32", config.head_float32, right)
     for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         value, default = getattr(config, name), _default(config, name)
         right = 'must be left out with optimizer "adafactor", which has no such number'

@@ -18,7 +18,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -207,6 +206,8 @@ class Feedback:
     """By batch and number of the prompt."""
     _collected: dict[int, str] = field(default_factory=dict)
     """Fingerprints of the batches that have been collected."""
+    _unwritten: set[int] = field(default_factory=set)
+    """The batches whose questions are not in the file yet."""
     _taken: set[int] = field(default_factory=set)
     """The batches that are trained on, or were."""
     _alone: threading.Lock = field(default_factory=threading.Lock)
@@ -220,9 +221,13 @@ class Feedback:
         self._write()
 
     def arrived(self, index: int, first: int, groups: Sequence[Group]) -> None:
-        """Ask about prompts that have been sampled, from the batch's prompt number ``first`` on. From any thread."""
-        with suppress(Exception):  # what is wrong with them is said where the batch is collected, and checked
+        """Ask about prompts that have been sampled, from the batch's prompt number ``first`` on. From any thread: an
+        error is left to :meth:`next`, which does the same once the batch is collected, and so checked.
+        """
+        try:
             self._ask(index, first, groups)
+        except Exception as error:
+            logger.debug("batch %d is asked about when it is collected: %s", index, error)
 
     def _ask(self, index: int, first: int, groups: Sequence[Group]) -> None:
         if index <= 0 or index in self._taken or self.config.labels_from is not None:  # below 1: held-out answers
@@ -232,8 +237,9 @@ class Feedback:
             here = self._asked.setdefault(index, {})
             if asked != {number: here.get(number) for number in asked}:
                 here |= asked
-                if self._is_sampled(index):
-                    self._write()
+                self._unwritten.add(index)
+            if index in self._unwritten and self._is_sampled(index):
+                self._write()
 
     def close(self) -> None:
         """Nothing is asked any more: the run has ended."""
@@ -345,6 +351,7 @@ class Feedback:
         with whole_file(self.folder / QUESTIONS) as file:
             for question in unique.values():
                 file.write(json.dumps(question.row()) + "\n")
+        self._unwritten = {index for index in self._asked if not self._is_sampled(index)}
 
 
 def fingerprint(batch: Batch) -> str:

@@ -51,9 +51,8 @@ class Part:
     def __init__(self, values: Sequence[float]) -> None:
         self.mean = fmean(values) if values else math.nan
         self.count = len(values)
-        largest = (
-            max((abs(value - self.mean) for value in values), default=0.0) or 1.0
-        )  # a square of it may be too large
+        # Of a very large or small value the square is no number.
+        largest = max((abs(value - self.mean) for value in values), default=0.0) or 1.0
         squares = sum(((value - self.mean) / largest) ** 2 for value in values)
         one = self.count < 2
         self.error = 0.0 * self.mean if one else largest * math.sqrt(squares / (self.count - 1) / self.count)

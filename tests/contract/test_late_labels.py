@@ -20,6 +20,7 @@ import torch
 from annotators import Annotator, late, more_letters, open_questions, random_times
 from forked import fork_the_fork_server, start_forked
 from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
+from transformers import TrainerCallback
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.commands.replay import run_replay
@@ -212,6 +213,18 @@ def test_what_was_trained_on_after_the_last_checkpoint_is_repeated(make_policy, 
             weights = train(make_policy, tokenizer, prompts, again, [StopAfter(4)] if stops else [])
         assert order_of(args) == order
     assert_same(ours, weights)
+
+
+def test_nobody_is_asked_any_more_when_a_callback_has_ended_the_run(make_policy, tokenizer, prompts, make_args):
+    class Enough(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    args = make_args(staleness=2, feedback=FeedbackConfig("compare"))
+    with Annotator(Path(args.output_dir), lambda question, newest: question.batch <= 2).working():
+        train(make_policy, tokenizer, prompts, args, [Enough()])
+    assert order_of(args) == [1, 2]
+    assert open_questions(Path(args.output_dir)) == []
 
 
 def test_batches_that_are_passed_over_are_measured_in_the_same_order(make_policy, tokenizer, prompts, make_args):

@@ -146,6 +146,9 @@ def fail_at(trainer: OnlineTrainer, batch: int, **how) -> None:
     trainer.learner.annotate = failing
 
 
+GROUPS = {"kl": KLConfig, "feedback": FeedbackConfig}
+
+
 def train(
     folder: str,
     name: str,
@@ -160,7 +163,6 @@ def train(
     slow_rewards: float = 0.0,
     no_reward_at: int = 0,
     missing_rewards: int = 0,
-    kl: dict | None = None,
     first_scale: float = loss_scale.FIRST,
     lora_targets: list[str] | None = None,
     head_rows: int | None = None,
@@ -170,10 +172,9 @@ def train(
     publishing: str | None = None,
     episodes: bool = False,
     agent: bool = False,
-    feedback: dict | None = None,
     **changes,
 ) -> None:
-    """One run, as its arguments say.
+    """One run, as its arguments say; those of a group of keys are a dictionary.
 
     Its models are made here; or they are ``policy`` and ``reward_model`` in a folder; "{rank}" in its name is the
     number of the rank.
@@ -187,8 +188,7 @@ def train(
         algorithm=algorithm,
         parallel=ParallelConfig(strategy=strategy, **({} if ranks is None else {"ranks": ranks}), **(parallel or {})),
         lora=LoRAConfig(rank=lora, target_modules=lora_targets or []),
-        **{**SMOOTH, **changes, **({"kl": KLConfig(**kl)} if kl else {})},
-        feedback=FeedbackConfig(**(feedback or {})),
+        **{**SMOOTH, **{key: GROUPS[key](**x) if key in GROUPS else x for key, x in changes.items()}},
     )
     sizes = {"max_position_embeddings": 160} if episodes else {}
     trainer = OnlineTrainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import random
@@ -250,6 +251,28 @@ def test_a_run_that_is_made_longer_asks_for_the_batches_that_it_had_not():
     for each in schedule:
         schedule.publish(None, each.index)
     assert asked == [7, 8, 9, 10, 11, 12]
+
+
+def test_questions_that_could_not_be_written_are_written_later(tmp_path, monkeypatch, caplog):
+    """As a batch arrives there is nobody to tell; where it is collected, the run is told."""
+    one = feedback(tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(path):
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr("async_rlhf.run.feedback.whole_file", fails)
+        one.arrived(1, 0, [group("a", "b")])
+        with pytest.raises(OSError, match="No space left"):
+            one.next(1, {1: batch(1, group("a", "b"))})
+    again = feedback(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("async_rlhf.run.feedback.whole_file", fails)
+        again.arrived(1, 0, [group("a", "b")])
+    assert open_now(tmp_path) == []
+    assert again.next(1, {1: batch(1, group("a", "b"))}) is None
+    assert [question.completions for question in open_now(tmp_path)] == [("a", "b")]
 
 
 def test_it_says_once_who_is_waited_for(tmp_path, caplog):
@@ -546,6 +569,9 @@ def test_two_people_in_browsers(tmp_path):
         page.wait_for(f"document.getElementById('question').dataset.id === '{COMPARED[0].id}'")
         press(page, "1")
         page.wait_for(f"document.getElementById('question').dataset.id === '{mean.id}'")
+        held = {"type": "keyDown", "key": "1", "text": "1", "autoRepeat": True}
+        page.call("Input.dispatchKeyEvent", **held)  # a key that is held down answers one question
+        assert page.run("document.getElementById('question').dataset.id") == mean.id
         press(page, "0")
         page.wait_for("document.getElementById('question').hidden")
         assert "Nothing to answer" in page.run("document.getElementById('told').textContent")

@@ -16,10 +16,11 @@ from transformers import MambaConfig
 
 from async_rlhf import GRPOConfig, OnlineDPOConfig
 from async_rlhf.commands.stage import Stage
-from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config import ConfigError, GenerationConfig, RayConfig
 from async_rlhf.config.stages import SFTConfig
 from async_rlhf.models import gpu_defaults
 from async_rlhf.models.gpu_defaults import decided, packs_rows, with_gpu_defaults
+from async_rlhf.run.checkpoint import ResumeState
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.plan.command import find_times, with_recipe
 from async_rlhf.studies.plan.config import ModelSizeConfig, PlanConfig
@@ -123,6 +124,18 @@ def test_stages_take_the_same(gpu):
     assert values(with_gpu_defaults(config, None, torch.device("cpu"))) == (False, None)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generation": GenerationConfig(response_length=12, device="cpu", placement="process")},
+        {"launch": "ray", "staleness": 1, "ray": RayConfig(num_gpus=0)},
+    ],
+)
+def test_generators_on_cpus_stay_in_float32(changes):
+    config = decided(GRPOConfig(**{**SIZES, **changes}), has_bf16=True, packs=False)
+    assert (config.bf16, config.generation.dtype) == (True, "float32")
+
+
 def resumable(make_args, tokenizer, prompts, **changes) -> OnlineTrainer:
     args = replace(make_args(save_steps=2, total_episodes=32), **changes)
     return OnlineTrainer(new_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
@@ -138,6 +151,9 @@ def test_a_run_of_before_goes_on_on_a_cpu_and_is_refused_with_the_keys_to_set_wh
     before = {"bf16": False, "max_tokens_per_pass": None, "annotate_max_tokens": None, "generation.dtype": "float32"}
     assert {key: saved[key] for key in before} == before, "as versions before have written it"
     resumable(make_args, tokenizer, prompts, resume=True)
+    older = ResumeState.read(path.parents[1])
+    older.config = {key: x for key, x in older.config.items() if key not in before}  # which knew no such keys
+    older.check(decided(trainer.args, has_bf16=False, packs=False), "online_dpo")
 
     def as_on_a_gpu(config, model, device, rows_per_unit):
         return decided(config, has_bf16=True, packs=True, rows_per_unit=rows_per_unit)
