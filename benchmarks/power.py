@@ -1,11 +1,12 @@
 """How many seeds a comparison of a sweep needs: what its runs so far say of the spread between seeds.
 
+    python benchmarks/power.py docs/science/robustness.jsonl '{"train.staleness": "0"}'
     python benchmarks/power.py runs/science/staleness '{"train.staleness": 0}'
 
-For every setting, against the one with the labels given: the standard deviation over seeds of the difference of gold
-rewards, paired (equal seeds) and unpaired, and the smallest true difference that a two-sided t-test at 5% finds with
-80% power, with as many seeds as there are and with 3, 6 and 12. The last is from the noncentral t distribution, by
-simulation of its definition with a fixed seed.
+The first reads a study whose results the repository has, the second a sweep. For every setting, against the one with the
+labels given: the standard deviation over seeds of the difference of gold rewards, paired (equal seeds) and unpaired, and
+the smallest true difference that a two-sided t-test at 5% finds with 80% power, with as many seeds as there are and with
+3, 6 and 12. The last is from the noncentral t distribution, by simulation of its definition with a fixed seed.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ def detectable(seeds: int, draws: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="a sweep's output_dir")
+    parser.add_argument("sweep", type=Path, help="a sweep's output_dir, or a file of docs/science")
     parser.add_argument("--draws", type=int, default=200_000, help="of the noncentral t distribution")
     parser.add_argument("baseline", type=json.loads, help="labels of what is compared with, as JSON")
     wanted = parse(parser, draws=2000)
     gold: defaultdict[tuple[tuple[str, str], ...], dict[int, float]] = defaultdict(dict)
-    with (wanted.sweep / "results.jsonl").open(encoding="utf-8") as file:
+    results = wanted.sweep if wanted.sweep.is_file() else wanted.sweep / "results.jsonl"
+    with results.open(encoding="utf-8") as file:
         for row in map(json.loads, file):
-            gold[tuple(row["setting"].items())][row["seed"]] = row["gold"]["estimate"]
+            reward = row["gold"]["estimate"] if "gold" in row else statistics.fmean(map(int, row["scores"]))
+            gold[tuple(row["setting"].items())][row["seed"]] = reward
     print("| setting | seeds | sd of the difference, paired | unpaired | found with 80%: these seeds | 3 | 6 | 12 |")
     print("|---|---|---|---|---|---|---|---|")
     for setting, ours in gold.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,14 @@ SPEC.loader.exec_module(science)
 
 def test_the_page_has_the_tables_that_its_data_give():
     assert science.page() == science.PAGE.read_text(encoding="utf-8"), "python scripts/science.py"
+
+
+def test_the_page_has_the_power_that_its_data_give():
+    script = SCRIPT.parents[1] / "benchmarks" / "power.py"
+    command = [sys.executable, script, science.DATA / "robustness.jsonl", '{"train.staleness": "0"}']
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.count("\n") == 14
+    assert printed in science.PAGE.read_text(encoding="utf-8")
 
 
 def test_every_run_has_judged_the_same_prompts():

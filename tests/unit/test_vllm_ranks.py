@@ -121,14 +121,24 @@ def test_generators_take_no_gpu_of_a_rank_unless_they_are_told_to(
         (2, 0.5, {"workers": 2}, None),
         (3, 0.9, {"workers": 2}, None),
         (2, 0.9, {"device": "cuda:0"}, ".*must be at most 0.8"),
+        (3, 0.9, {"device": "cuda:2"}, None),
+        (
+            3,
+            0.9,
+            {"device": "cuda:2", "reference_device": "cuda:2"},
+            "a generator and .* share cuda:2; must be at most 0.8",
+        ),
+        (3, 0.8, {"device": "cuda:2", "reference_device": "cuda:2"}, None),
+        (3, 0.9, {"device": "cuda:2", "reference_device": "cuda:1"}, None),
         (1, 0.9, {"device": "cpu"}, None),
         (1, 0.9, {"placement": "server", "urls": ["http://127.0.0.1:1"]}, None),
     ],
 )
 def test_those_who_share_a_gpu_do_not_ask_for_more_than_all_of_it(monkeypatch, make_args, gpus, share, changes, most):
     on_gpus(gpus, monkeypatch)
-    vllm = VLLMConfig(gpu_memory_utilization=share)
-    config = make_args(generation={"engine": "vllm", "vllm": vllm, **changes}, staleness=1)
+    vllm, changes = VLLMConfig(gpu_memory_utilization=share), dict(changes)
+    place = changes.pop("reference_device", None)
+    config = make_args(generation={"engine": "vllm", "vllm": vllm, **changes}, staleness=1, reference_device=place)
     wrong = f"^generation.vllm.gpu_memory_utilization: got {share}; {most}"
     with nullcontext() if most is None else pytest.raises(ConfigError, match=wrong):
         check_memory(config, torch.device("cuda:0"))
