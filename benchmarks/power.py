@@ -3,10 +3,11 @@
     python benchmarks/power.py docs/science/robustness.jsonl '{"train.staleness": "0"}'
     python benchmarks/power.py runs/science/staleness '{"train.staleness": 0}'
 
-The first reads a study whose results the repository has, the second a sweep. For every setting, against the one with the
-labels given: the standard deviation over seeds of the difference of gold rewards, paired (equal seeds) and unpaired, and
-the smallest true difference that a two-sided t-test at 5% finds with 80% power, with as many seeds as there are and with
-3, 6 and 12. The last is from the noncentral t distribution, by simulation of its definition with a fixed seed.
+The first reads a study whose results the repository has, the second a sweep. For every setting, against the one with
+the labels given: the standard deviation over seeds of the difference of gold rewards, paired (equal seeds) and
+unpaired, and the smallest true difference that a two-sided t-test at 5% finds with 80% power, with as many seeds as
+there are and with 3, 6 and 12. The last is from the noncentral t distribution, by simulation of its definition with a
+fixed seed.
 """
 
 from __future__ import annotations

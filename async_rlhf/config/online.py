@@ -221,11 +221,12 @@ class OnlineConfig(TrainingConfig):
     """Batches between two checkpoints; 0 saves the final model only."""
     save_total_limit: int | None = key(None, at_least(1), may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
-    checkpoint_format: Literal["whole", "sharded"] = key("whole", role="speed")
+    checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
     """ "whole" gathers what is trained, and the optimiser's state, on the first rank, and training waits until it is
     written. "sharded" copies both to the hosts' memory, and training goes on while every rank writes its own part
-    (torch.distributed.checkpoint) and the first the policy in the standard format. A run may be resumed with the other
-    format. ZeRO has only "whole"."""
+    (torch.distributed.checkpoint) and the first the policy in the standard format. "auto" is "sharded" for policies of
+    3 billion parameters or more with FSDP, else "whole". A run may be resumed with the other format. ZeRO has only
+    "whole"."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept. null for that of stop_at."""
     greater_is_better: bool = key(True, may_change=_KEPT)

@@ -142,7 +142,7 @@ class ParallelConfig(Checked):
         right = f'must be "whole" with parallel.strategy "{self.strategy}"'
         right += ": DeepSpeed lays out the optimiser its own way"
         zero = self.ranks > 1 and self.strategy.startswith("zero")
-        require(not zero or checkpoints == "whole", "checkpoint_format", checkpoints, right)
+        require(not zero or checkpoints != "sharded", "checkpoint_format", checkpoints, right)
 
 
 def check_device(device: str | None, ranks: int) -> None:

@@ -97,9 +97,9 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
     save_steps: int = key(0, at_least(0), role="place")
     """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
-    checkpoint_format: Literal["whole", "sharded"] = key("whole", role="speed")
-    """ "whole" gathers a checkpoint on the first rank; "sharded" has each rank write its own part, beside training.
-    ZeRO has only "whole"."""
+    checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
+    """ "whole" gathers a checkpoint on the first rank; "sharded" has each rank write its own part, beside training, and
+    "auto" is that for models of 3 billion parameters or more with FSDP. ZeRO has only "whole"."""
     seed: int = key(0, *SEED, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
 

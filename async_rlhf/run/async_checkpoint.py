@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
@@ -21,6 +22,9 @@ from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_
 from async_rlhf.system.signals import RankError
 
 logger = logging.getLogger(__name__)
+
+_LARGE = 3_000_000_000
+"""Parameters from which rank 0 had better not gather a checkpoint: with the optimiser's state it is 36 GB."""
 
 
 class ShardedSaves:
@@ -163,7 +167,15 @@ class ShardedSaves:
 
 def saving(run: Training) -> AbstractContextManager[ShardedSaves | None]:
     """Within, what writes the run's checkpoints beside training; None for whole ones. Every rank must enter it."""
-    return ShardedSaves(run).finishing() if run.config.checkpoint_format == "sharded" else nullcontext()
+    size = sum(parameter.numel() for parameter in run.learner.policy.parameters())
+    sharded = writes_shards(run.config.checkpoint_format, run.learner.parallel, size)
+    return ShardedSaves(run).finishing() if sharded else nullcontext()
+
+
+def writes_shards(checkpoint_format: str, parallel: Parallel, parameters: int) -> bool:
+    """Whether each rank writes its own part of a policy of so many parameters."""
+    large = parallel.casts_gathered and parameters >= _LARGE
+    return checkpoint_format == "sharded" or (checkpoint_format == "auto" and large)
 
 
 def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:

@@ -31,6 +31,8 @@ from async_rlhf.config import ConfigError
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.learner.strategies.deepspeed import ZeRO
+from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.run import async_checkpoint, build, shards
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import CheckpointError, require_written, verify
@@ -374,6 +376,21 @@ def test_shards_of_other_weights_are_refused(checkpoint, make_policy, tokenizer,
     empty.mkdir()
     with pytest.raises(CheckpointError, match="empty' holds other weights than are trained"):
         shards.load_shards(learner, empty)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "parameters", "shards"),
+    [
+        ("auto", FullyShardedDataParallel, 8_000_000_000, True),
+        ("auto", FullyShardedDataParallel, 1_000_000_000, False),
+        ("auto", ZeRO, 8_000_000_000, False),
+        ("auto", Parallel, 8_000_000_000, False),
+        ("whole", FullyShardedDataParallel, 8_000_000_000, False),
+        ("sharded", Parallel, 1, True),
+    ],
+)
+def test_large_policies_of_fsdp_are_not_gathered_by_themselves(asked, kind, parameters, shards):
+    assert async_checkpoint.writes_shards(asked, kind, parameters) is shards
 
 
 def test_zero_neither_writes_shards_nor_reads_them(checkpoint, make_policy, tokenizer, prompts, make_args, monkeypatch):
