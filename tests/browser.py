@@ -65,12 +65,20 @@ class Browser:
         return told["result"].get("value")
 
     def wait_for(self, script: str) -> None:
-        """Until an expression is true."""
+        """Until an expression is true, also of a page that loads itself again meanwhile."""
         deadline = time.monotonic() + SECONDS
-        while not self.run(script):
+        while not self._is_true(script):
             if time.monotonic() > deadline:
                 raise TimeoutError(script)
             time.sleep(0.05)
+
+    def _is_true(self, script: str) -> bool:
+        try:
+            return bool(self.run(script))
+        except RuntimeError as error:
+            if "Inspected target navigated" in str(error):
+                return False  # the page that was asked is gone
+            raise
 
     def open(self, page: Path, width: int, height: int, dark: bool = False) -> None:
         """Show a file in a window of that size, and wait until its charts are drawn."""
