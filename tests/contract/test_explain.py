@@ -311,7 +311,7 @@ def test_what_cannot_be_asked_says_so_before_a_model_is_loaded(train, monkeypatc
         ({"first": 1.0}, "must be numbers of completions, from 1"),
         ({"1": 1e39}, "a finite float32"),
         ({"1": None}, "a finite number"),
-        ({"17": 1.0}, "got 17; must be 1 to 16, the completions of a batch of"),
+        ({"17": 1.0}, "must be of completions 1 to 16, which a batch of .* has"),
     ):
         with pytest.raises(ConfigError, match=rf"^what_if: .*{right}"):
             run_explain(ExplainConfig(str(run), batch=2, what_if=scores))
@@ -319,7 +319,7 @@ def test_what_cannot_be_asked_says_so_before_a_model_is_loaded(train, monkeypatc
         with pytest.raises(ConfigError, match=rf"^{name}: got -1; must be at least 0"):
             ExplainConfig(str(run), batch=2, **{name: -1})
     (run / "episodes.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"^after: got 4; must be 0 with what_if in a run whose environments"):
+    with pytest.raises(ConfigError, match=r"^after: got 5; must be 0 with what_if in a run whose environments"):
         run_explain(ExplainConfig(str(run), batch=2, what_if={"1": 1.0}))
 
 

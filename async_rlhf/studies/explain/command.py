@@ -52,8 +52,8 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         require(free, "output_dir", str(folder), f"has {file.name} already; set overwrite, or choose another folder")
     logged = of_training(read_metrics(run))
     part = _part(config, run, original, max(logged, default=0))
+    _require_answers(config, part)
     scores = {int(n): float(score) for n, score in config.what_if.items()}
-    _require_answers(scores, part)
     start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
     _say_from(part.checkpoint, start, config.batch)
     with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
@@ -99,17 +99,17 @@ def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> P
     return Part(run, original, checkpoint, config.batch, min(config.batch + config.after, last), window)
 
 
-def _require_answers(scores: Mapping[int, float], part: Part) -> None:
+def _require_answers(config: ExplainConfig, part: Part) -> None:
     """Require that the batch has these completions, and that what follows other scores needs nobody's answer."""
-    train, more = part.original.train, part.last - part.batch
-    most, asks = train.batch_size * train.samples_per_prompt, train.feedback.ask is not None
-    highest = max(scores, default=0)
-    require(
-        highest <= most, "what_if", highest, f"must be 1 to {most}, the completions of a batch of {str(part.run)!r}"
-    )
-    alone = not scores or more == 0 or not (asks or (part.run / EPISODES).is_file())
+    train = part.original.train
+    most = train.batch_size * train.samples_per_prompt
+    highest = max(map(int, config.what_if), default=0)
+    right = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
+    require(highest <= most, "what_if", config.what_if, right)
+    answers = train.feedback.ask is not None or (part.run / EPISODES).is_file()
+    alone = not config.what_if or config.after == 0 or not answers
     right = "must be 0 with what_if in a run whose environments or people answered: they would be asked something else"
-    require(alone, "after", more, right)
+    require(alone, "after", config.after, right)
 
 
 def _require_one_rank(run: Path, original: RunConfig) -> None:

@@ -28,8 +28,8 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
     """How many later batches are repeated too, as far as the run has them: to see what the batch's gradient does there
     as momentum, and what becomes of the run with what_if."""
     before: int = key(0, at_least(0))
-    """Rank this many batches, up to this one, by how much each moved the policy the way that all of them moved it. The
-    run is repeated from a checkpoint before the first of them."""
+    """Rank this many batches, up to this one, by how much each moved the policy in the direction in which all of them
+    together moved it. The run is repeated from a checkpoint before the first of them."""
     what_if: dict[str, float] = key({}, _SCORES)
     """Other scores: numbers of completions of the batch, as the page has them, and the score that each gets in place of
     its own, e.g. --what_if.12 1.0. The run is repeated once more with them, up to the last of the batches after it."""

@@ -154,8 +154,8 @@ def _lags(account: Mapping[str, Any]) -> Iterator[str]:
 
 def _later(account: Mapping[str, Any]) -> Iterator[str]:
     yield "Later (what this batch's gradient does as momentum: the optimiser's steps without it, others as they were)"
-    yield "  Size: of the weights' difference, in percent of this batch's step. Share: of the way since before this"
-    yield "  batch, the part that would be missing."
+    yield "  Size: of the weights' difference, in percent of this batch's step. Share: the part that would be missing"
+    yield "  of how far the weights have moved since before this batch, along that direction."
     yield f"  {'after batch':>11} {'size':>7} {'share':>7}"
     for row in account["later"]:
         yield f"  {row['batch']:>11} {_percent(row['size']):>7} {_percent(row['share']):>7}"
@@ -166,13 +166,14 @@ def _later(account: Mapping[str, Any]) -> Iterator[str]:
 def _before(account: Mapping[str, Any]) -> Iterator[str]:
     found = account["before"]
     yield f"Batches (ranked: the {len(found['batches'])} up to this one, each without its gradient, as above)"
-    yield "  Share: of the way of the weights through all of them, what would be missing. Negative: it held them back."
+    yield "  Share: the part that would be missing of how far all of them have moved the weights, along that direction."
+    yield "  A negative one held them back."
     yield f"  KL: from the policy after batch {account['batch']} to the one without, in nats a token."
     yield f"  {'batch':>5} {'share':>7} {'KL':>8}"
     for row in found["batches"]:
         yield f"  {row['batch']:>5} {_percent(row['share']):>7} {row['kl_per_token']:>8.2g}"
     rest = f"{_percent(found['earlier'])} is what earlier batches have left in the optimiser"
-    yield f"  The way has norm {found['norm']:.3g}; {rest}."
+    yield f"  They have moved the weights by {found['norm']:.3g} (norm); {rest}."
 
 
 def _what_if(account: Mapping[str, Any]) -> Iterator[str]:
