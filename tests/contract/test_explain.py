@@ -27,6 +27,7 @@ from async_rlhf.studies.explain import repetition
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.repetition import Part, Repetition
+from async_rlhf.studies.explain.update import difference, inner, norm
 
 REWARD = """
 def letters(prompts, completions, **columns):
@@ -272,10 +273,15 @@ def test_with_the_same_score_it_is_the_run_bit_for_bit(train, tmp_path):
     rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     scores = [row["score"] for row in rows if row["batch"] == 2]
     same_scores = {1: scores[0], 4: scores[3]}
-    was, now = (
-        Repetition.of(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, scores=given).course
+    plain, other = (
+        Repetition.of(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, scores=given)
         for name, given in (("was", None), ("now", same_scores))
     )
+    was, now = plain.course, other.course
+    missing, way = (difference(plain.end, x) for x in (plain.end_without, policy_of(run / "checkpoint-1")))
+    one_step = moved(run / "checkpoint-1", run / "checkpoint-2")
+    assert plain.later[-1]["size"] == pytest.approx(norm(missing) / one_step, rel=1e-6)
+    assert plain.later[-1]["share"] == pytest.approx(inner(missing, way) / norm(way) ** 2, rel=1e-6)
     assert was.metrics == now.metrics
     assert list(was.weights) == list(now.weights) == [1, 2, 3, 4, 5]
     for batch, weights in now.weights.items():
