@@ -13,17 +13,21 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
+from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.cli import main
 from async_rlhf.commands.replay import run_replay
-from async_rlhf.commands.rerun import ReplayDiffersError
+from async_rlhf.commands.rerun import ReplayDiffersError, of_training, read_metrics, read_run
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.explain import repetition
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
+from async_rlhf.studies.explain.repetition import Part, Repetition
+from async_rlhf.studies.explain.update import difference, inner, norm
 
 REWARD = """
 def letters(prompts, completions, **columns):
@@ -70,7 +74,7 @@ def test_an_update_is_repeated_from_the_checkpoint_before_it(train, staleness):
     run = train(staleness=staleness, save_steps=1, eval_steps=2)
     before = checksums(run)
     found = run_explain(ExplainConfig(str(run), batch=5, top=1))
-    assert found["repeated"] == {"from": "checkpoint-4", "batches": 1, "compared": [5]}
+    assert found["repeated"] == {"from": "checkpoint-4", "batches": 1, "after": 1, "compared": [5, 6]}
     # The weights that the run itself has written say how far this update has moved them.
     assert found["step"]["norm"] == pytest.approx(moved(run / "checkpoint-4", run / "checkpoint-5"), rel=1e-9)
     assert [lag["lag"] for lag in found["lags"]] == [staleness]
@@ -85,7 +89,7 @@ def test_an_update_is_repeated_from_the_checkpoint_before_it(train, staleness):
     for checkpoint in ("checkpoint-4", "checkpoint-3"):
         shutil.rmtree(run / checkpoint)
     again = run_explain(ExplainConfig(str(run), batch=5, top=1, output_dir=str(run / "farther")))
-    assert again["repeated"] == {"from": "checkpoint-2", "batches": 3, "compared": [3, 4, 5]}
+    assert again["repeated"] == {"from": "checkpoint-2", "batches": 3, "after": 1, "compared": [3, 4, 5, 6]}
     assert {**again, "repeated": None} == {**found, "repeated": None}
 
 
@@ -94,10 +98,10 @@ def test_without_checkpoints_it_repeats_the_run_from_its_beginning(train, algori
     caplog.set_level("INFO")
     run = train(algorithm=algorithm, staleness=1)
     found = run_explain(ExplainConfig(str(run), batch=3, top=0))
-    assert found["repeated"] == {"from": None, "batches": 3, "compared": [1, 2, 3]}
+    assert found["repeated"] == {"from": None, "batches": 3, "after": 3, "compared": [1, 2, 3, 4, 5, 6]}
     assert "no checkpoint before batch 3; repeats 3 batches from the beginning" in caplog.text
     first = run_explain(ExplainConfig(str(run), batch=1, top=0))
-    assert first["repeated"]["compared"] == [1]
+    assert first["repeated"]["compared"] == [1, 2, 3, 4, 5, 6]
     assert first["step"]["without_gradient"]["change"] == pytest.approx(1.0)  # nothing is left of earlier batches
 
 
@@ -109,7 +113,7 @@ def test_a_bounded_run_is_repeated_by_its_schedule_even_if_it_was_cut_off(train)
     assert len(lines) == 6
     schedule.write_text("".join(lines[:4]))
     found = run_explain(ExplainConfig(str(run), batch=4, top=1))
-    assert found["repeated"] == {"from": "checkpoint-2", "batches": 2, "compared": [3, 4]}
+    assert found["repeated"] == {"from": "checkpoint-2", "batches": 2, "after": 0, "compared": [3, 4]}
     assert [lag["lag"] for lag in found["lags"]] == [3 - json.loads(lines[3])["versions"][0]]
 
     schedule.write_text("".join(lines[:3]))
@@ -123,7 +127,7 @@ def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):
     hub = {"push_to_hub": True, "hub_model_id": "ours/policy", "hub_strategy": "end", "hub_private_repo": True}
     record["train"] |= hub
     (run / "run.yml").write_text(yaml.safe_dump(record))
-    assert run_explain(ExplainConfig(str(run), batch=3, top=0))["repeated"]["compared"] == [3]
+    assert run_explain(ExplainConfig(str(run), batch=3, top=0))["repeated"]["compared"] == [3, 4, 5, 6]
     run_replay(ReplayConfig(str(run)))
     again = yaml.safe_load((run / "replay" / "run.yml").read_text())["train"]
     assert {key: again.get(key) for key in hub} == {
@@ -143,6 +147,9 @@ def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ReplayDiffersError, match=rf"batch 4: loss/policy_avg is {true!r}, was .* \(1 metrics differ\)"):
         run_explain(ExplainConfig(str(run), batch=4))
+    with pytest.raises(ReplayDiffersError, match="batch 4: loss/policy_avg"):
+        run_explain(ExplainConfig(str(run), batch=3))
+    run_explain(ExplainConfig(str(run), batch=3, after=0, top=0, output_dir=str(run / "elsewhere")))
     assert not (run / "explain").exists()
     run_explain(ExplainConfig(str(run), batch=6, top=0))  # from checkpoint-4
 
@@ -180,7 +187,11 @@ def test_the_command_line(train, capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert (run / "explain" / "explain-3.txt").read_text() in shown
-    for words in ("repeated: 1 batch from checkpoint-2; the metrics of 1 equal the run's", "letters", "advantage"):
+    for words in (
+        "repeated: 1 batch from checkpoint-2, and 3 batches after it; the metrics of 4",
+        "letters",
+        "advantage",
+    ):
         assert words in shown
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(run), "--batch", "30"])
@@ -192,3 +203,152 @@ def test_the_command_line(train, capsys):
         main(["explain", str(run), "--batch", "4"])
     assert ended.value.code == 1
     assert "async-rlhf explain: error: batch 3: objective/kl is" in capsys.readouterr().err
+
+
+def part(run: Path, batch: int, last: int, checkpoint: str) -> Part:
+    return Part(run, read_run(str(run), "explained"), run / checkpoint, batch, last, range(0))
+
+
+def policy_of(checkpoint: Path) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in GPTNeoXForCausalLM.from_pretrained(checkpoint).parameters()]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs)
+
+
+def step(run: Path, batch: int) -> torch.Tensor:
+    pairs = zip(*(policy_of(run / f"checkpoint-{b}") for b in (batch, batch - 1)), strict=True)
+    return torch.cat([(after.double() - before).flatten() for after, before in pairs])
+
+
+@pytest.mark.parametrize(("algorithm", "staleness"), [("online_dpo", 1), ("ppo", 0)])
+def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, algorithm, staleness):
+    how = {"algorithm": algorithm, "staleness": staleness, "save_steps": 1, "num_samples_logged": 100}
+    run = train(**how)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    texts, here = [row["completion"] for row in samples], [row for row in samples if row["batch"] == 3]
+    lower = [n for n, row in enumerate(here, start=1) if row["score"] < here[(n - 1) ^ 1]["score"]]  # the rejected one
+    number = next(n for n in lower if texts.count(here[n - 1]["completion"]) == 1 and n > 4)
+    text, was = here[number - 1]["completion"], here[number - 1]["score"]
+    scores = {number: was + 20.5}
+    changed = Repetition.of(part(run, 3, 6, "checkpoint-2"), tmp_path / "scratch", keep=True, scores=scores).course
+    found = run_explain(ExplainConfig(str(run), batch=3, top=1, what_if={str(number): was + 20.5}))
+
+    once = f"[{was + 20.5!r} if c == {text!r} else x for c, x in zip(completions, plain(prompts, completions))]"
+    again = f"plain = letters\ndef letters(prompts, completions, **columns):\n    return {once}\n"
+    (tmp_path / "reward.py").write_text(REWARD + again)
+    other = train("other", **how)
+    assert same(policy_of(other / "checkpoint-2"), policy_of(run / "checkpoint-2"))
+    for batch in range(3, 7):
+        assert same(changed.weights[batch], policy_of(other / f"checkpoint-{batch}")), batch
+        assert not same(changed.weights[batch], policy_of(run / f"checkpoint-{batch}"))
+    before, logged = (of_training(read_metrics(folder)) for folder in (run, other))
+    assert {**changed.metrics[3], "reward/letters": 0} == {**logged[3], "reward/letters": 0}  # the total is replaced
+    assert [changed.metrics[b] for b in (4, 5, 6)] == [logged[b] for b in (4, 5, 6)]
+
+    told = found["what_if"]
+    assert told["changes"] == [{"completion": number, "was": was, "is": pytest.approx(was + 20.5)}]
+    assert told["completions_differ_from"] == 4 + staleness
+    assert [each["batch"] for each in told["batches"]] == [3, 4, 5, 6]
+    theirs = [json.loads(line) for line in (other / "samples.jsonl").read_text().splitlines()]
+    for each in told["batches"]:
+        batch = each["batch"]
+        for name, key in (("score", "objective/scores"), ("kl", "objective/kl")):
+            assert each[name] == {"was": before[batch][key], "is": logged[batch][key]}
+        ours, others = ([row["completion"] for row in rows if row["batch"] == batch] for rows in (samples, theirs))
+        assert each["completions"] == len(ours) == 8 * {"ppo": 1}.get(algorithm, 2)
+        assert each["others"] == sum(a != b for a, b in zip(ours, others, strict=True))
+        old, new = step(run, batch), step(other, batch)
+        assert each["update"]["change"] == pytest.approx(((new - old).norm() / old.norm()).item(), rel=1e-4)
+        assert each["update"]["cosine"] == pytest.approx(torch.cosine_similarity(new, old, dim=0).item(), abs=1e-5)
+        assert each["kl_per_token"] > 0
+    page = (run / "explain" / "explain-3.txt").read_text()
+    assert f"What if completion {number} scores {was + 20.5:.4g}, not {was:.4g}" in page
+    assert f"Completions are others from batch {4 + staleness} on." in page
+
+
+def test_with_the_same_score_it_is_the_run_bit_for_bit(train, tmp_path):
+    run = train(algorithm="rloo", staleness=1, save_steps=1, num_samples_logged=100)
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    scores = [row["score"] for row in rows if row["batch"] == 2]
+    same_scores = {1: scores[0], 4: scores[3]}
+    plain, other = (
+        Repetition.of(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, scores=given)
+        for name, given in (("was", None), ("now", same_scores))
+    )
+    was, now = plain.course, other.course
+    missing, way = (difference(plain.end, x) for x in (plain.end_without, policy_of(run / "checkpoint-1")))
+    one_step = moved(run / "checkpoint-1", run / "checkpoint-2")
+    assert plain.later[-1]["size"] == pytest.approx(norm(missing) / one_step, rel=1e-6)
+    assert plain.later[-1]["share"] == pytest.approx(inner(missing, way) / norm(way) ** 2, rel=1e-6)
+    assert was.metrics == now.metrics
+    assert list(was.weights) == list(now.weights) == [1, 2, 3, 4, 5]
+    for batch, weights in now.weights.items():
+        assert same(weights, was.weights[batch])
+        assert same(weights, policy_of(run / f"checkpoint-{batch}"))
+    given = {str(number): score for number, score in same_scores.items()}
+    told = run_explain(ExplainConfig(str(run), batch=2, after=3, top=0, what_if=given))["what_if"]
+    assert told["completions_differ_from"] is None
+    for each in told["batches"]:
+        assert (each["others"], each["update"]["change"], each["kl_per_token"]) == (0, 0.0, 0.0)
+        assert each["score"]["was"] == each["score"]["is"]
+        assert each["kl"]["was"] == each["kl"]["is"]
+    assert "All completions are the same." in (run / "explain" / "explain-2.txt").read_text()
+
+
+def test_a_label_is_swapped_by_swapping_scores(train):
+    run = train(save_steps=1)
+    plain = run_explain(ExplainConfig(str(run), batch=4, top=1))
+    first, second = plain["completions"][0]["rows"]
+    swapped = {str(first["number"]): second["score"], str(second["number"]): first["score"]}
+    told = run_explain(ExplainConfig(str(run), batch=4, top=1, what_if=swapped, overwrite=True))
+    one, *_ = told["what_if"]["batches"]
+    assert one["score"]["was"] == pytest.approx(one["score"]["is"], rel=1e-6)
+    assert one["update"]["change"] > plain["completions"][0]["without"]["change"]
+    assert {**told, "what_if": None} == plain
+
+
+def test_what_cannot_be_asked_says_so_before_a_model_is_loaded(train, monkeypatch):
+    run = train()
+    monkeypatch.setattr(repetition, "make_trainer", None)
+    for scores, right in (
+        ({"0": 1.0}, "must be numbers of completions, from 1"),
+        ({"first": 1.0}, "must be numbers of completions, from 1"),
+        ({"1": 1e39}, "a finite float32"),
+        ({"1": None}, "a finite number"),
+        ({"17": 1.0}, "must be of completions 1 to 16, which a batch of .* has"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^what_if: .*{right}"):
+            run_explain(ExplainConfig(str(run), batch=2, what_if=scores))
+    for name in ("after", "before"):
+        with pytest.raises(ConfigError, match=rf"^{name}: got -1; must be at least 0"):
+            ExplainConfig(str(run), batch=2, **{name: -1})
+    (run / "episodes.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"^after: got 5; must be 0 with what_if in a run whose environments"):
+        run_explain(ExplainConfig(str(run), batch=2, what_if={"1": 1.0}))
+
+
+@pytest.mark.parametrize("algorithm", ["online_dpo", "ppo"])
+def test_batches_are_ranked_by_what_they_added_to_the_way(train, algorithm):
+    run = train(algorithm=algorithm, save_steps=1)
+    found = run_explain(ExplainConfig(str(run), batch=5, top=0, before=3, after=1))
+    assert found["repeated"] == {"from": "checkpoint-2", "batches": 3, "after": 1, "compared": [3, 4, 5, 6]}
+    told = found["before"]
+    assert told["norm"] == pytest.approx(moved(run / "checkpoint-2", run / "checkpoint-5"), rel=1e-6)
+    assert {row["batch"] for row in told["batches"]} == {3, 4, 5}
+    shares = [row["share"] for row in told["batches"]]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) + told["earlier"] == pytest.approx(1, abs=0.1)  # but for what Adam divides by
+    assert all(row["kl_per_token"] > 0 for row in told["batches"])
+    # Without its gradient, the batch has moved the weights by what earlier ones had left: the same in three ways.
+    assert found["later"][0]["size"] == pytest.approx(found["step"]["without_gradient"]["change"], rel=1e-9)
+    assert [row["batch"] for row in found["later"]] == [5, 6]
+    alone = run_explain(ExplainConfig(str(run), batch=5, top=0, before=1, after=0, overwrite=True))
+    (only,) = alone["before"]["batches"]
+    assert only["share"] == pytest.approx(1 - alone["before"]["earlier"]) == alone["later"][0]["share"]
+    assert only["kl_per_token"] == alone["step"]["without_gradient"]["kl_per_token"]
+    assert "Batches (ranked: the 1 up to this one" in (run / "explain" / "explain-5.txt").read_text()
+    start = run_explain(ExplainConfig(str(run), batch=2, top=0, before=9, after=0))["before"]
+    assert {row["batch"] for row in start["batches"]} == {1, 2}
+    assert start["earlier"] == pytest.approx(0, abs=1e-9)

@@ -276,7 +276,7 @@ def test_a_labelled_run_is_replayed_and_explained_wherever_its_folder_is(trained
     run_replay(ReplayConfig(trained.output_dir))
     assert (folder / "replay" / FEEDBACK).read_bytes() == (folder / FEEDBACK).read_bytes()
     found = run_explain(ExplainConfig(trained.output_dir, batch=4, top=1))
-    assert found["repeated"]["compared"] == [3, 4]
+    assert found["repeated"]["compared"] == [3, 4, 5, 6]
     assert [lag["lag"] for lag in found["lags"]] == [metrics_of(trained)[3]["schedule/lag"]]
 
 

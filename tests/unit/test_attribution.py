@@ -16,7 +16,8 @@ from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.ablation import Removal, distance, reward_parts, without_part
 from async_rlhf.studies.explain.contributions import contributions
 from async_rlhf.studies.explain.explanation import explained, implied_shares
-from async_rlhf.studies.explain.update import RepeatableUpdate, clones, inner, norm
+from async_rlhf.studies.explain.omission import Omissions
+from async_rlhf.studies.explain.update import RepeatableUpdate, clones, difference, inner, norm
 from async_rlhf.types import Batch, Group
 
 
@@ -249,6 +250,79 @@ def test_leaving_out_all_of_a_mini_batch_leaves_its_step_to_momentum(make_policy
     assert Removal(update, experience, after, update.step_to(after)).effect(skipped).change > 1.05 * effect.change
 
 
+def slow_adamw(start, steps, absent, betas=(0.9, 0.999), eps=1e-8, decay=0.01):
+    """AdamW's formula in float64, over (batch, rate, gradients); the gradients of batches in ``absent`` are zero."""
+    weights = [w.double() for w in start]
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    for t, (batch, rate, gradients) in enumerate(steps, start=1):
+        for i, gradient in enumerate(gradients):
+            g = gradient.double() * (batch not in absent)
+            first[i] = betas[0] * first[i] + (1 - betas[0]) * g
+            second[i] = betas[1] * second[i] + (1 - betas[1]) * g**2
+            size = (second[i] / (1 - betas[1] ** t)).sqrt() + eps
+            shrink = rate * decay * (weights[i].dim() > 1)
+            weights[i] = weights[i] - shrink * weights[i] - rate * first[i] / (1 - betas[0] ** t) / size
+    return weights
+
+
+def test_what_a_gradient_does_later_is_adamw_without_it(make_policy, tokenizer, prompts, make_args):
+    """Three steps a batch, clipped, at a falling rate, with weight decay; two omissions at once, one of two batches."""
+    args = make_args(num_mini_batches=3, learning_rate=1e-3, weight_decay=0.01, total_episodes=48)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    learner, scored, taken_steps, depth = trainer.learner, sampled(trainer), [], []
+    trained, start = learner.parallel.trained, clones(learner.parallel.trained)
+    rates = {id(p): group for group in learner.optimizer.param_groups for p in group["params"]}
+
+    def seen(*_):
+        depth.append(None)
+        if len(depth) == 1:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained]
+            taken_steps.append((omissions.batch, rates[id(trained[0])]["lr"], gradients))
+
+    learner.optimizer.register_step_pre_hook(seen)
+    learner.optimizer.register_step_post_hook(lambda *_: depth.pop())
+    omissions, followed = Omissions(learner), {}
+    for batch in range(1, 7):
+        omissions.batch = batch
+        for absent in [range(2, 3), range(3, 5)]:
+            if batch == absent.start:
+                followed[absent] = omissions.follow(absent)
+        learner.update(learner.annotate(scored)[0], batch)
+    assert len(taken_steps) == 18
+    assert len({rate for _, rate, _ in taken_steps}) > 10
+    whole = slow_adamw(start, taken_steps, ())
+    far = norm(difference(whole, start))
+    assert norm(difference(trained, whole)) < 1e-4 * far
+    for absent, omission in followed.items():
+        expected = slow_adamw(start, taken_steps, absent)
+        missing = norm(difference(whole, expected))
+        assert missing > 0.05 * far
+        ours = omission.weights(list(reversed(trained)))
+        assert norm(difference(ours, list(reversed(expected)))) < 1e-3 * missing
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_a_followed_optimiser_is_not_changed_and_what_is_left_out_leaves_momentum(
+    make_policy, tokenizer, prompts, make_args, optimizer
+):
+    after = []
+    for follows in (False, True):
+        trainer = make_trainer(make_policy, tokenizer, prompts, make_args(optimizer=optimizer))
+        learner, scored = trainer.learner, sampled(trainer)
+        omissions = Omissions(learner)
+        for batch in (1, 2):
+            omissions.batch = batch
+            update = RepeatableUpdate(learner, batch)
+            if follows:
+                omissions.follow(range(batch, batch + 1))
+            steps = learner.update(learner.annotate(scored)[0], batch)["optimizer_steps"]
+        after.append(clones(learner.parallel.trained))
+    assert all(map(torch.equal, *after))
+    _, omission = omissions.followed
+    omissions.followed = []
+    assert all(map(torch.equal, omission.weights(update.policy), update.take_without_gradient(int(steps))))
+
+
 def test_of_a_mixture_it_takes_the_sampled_experts(tokenizer, prompts, make_args):
     """The routers have moved since: by their own choice gradients would be others, and not add up."""
     args = make_args(router_replay=True, num_mini_batches=1, per_device_train_batch_size=8, learning_rate=1e-3)
@@ -348,6 +422,32 @@ def test_a_planted_completion_is_named_first(make_policy, tokenizer, prompts, ma
     letters = sum(entry["contribution"] for entry in found["vocabulary"])
     assert sum(entry["places"] for entry in found["vocabulary"]) <= sum(len(s.drawn) for s in scored.batch.samples)
     assert abs(letters) > 0.5 * abs(found["step"]["contributions"]["sum_of_units"])
+
+
+def test_units_are_ranked_by_effect_and_ties_keep_the_order_of_the_batch(make_policy, tokenizer, prompts, make_args):
+    args = make_args(num_mini_batches=2, per_device_train_batch_size=4, learning_rate=1e-3)
+    trainer = make_trainer(make_policy, tokenizer, prompts, args)
+    scored = sampled(trainer)
+    scored.scores_PK[5:] = 3.0  # pairs of equal scores: leaving one out changes nothing
+    trainer.learner.update(trainer.learner.annotate(scored)[0], 1)
+    update, experience, after = taken(trainer, scored, batch=2)
+    run = trainer.run
+    found = explained(update, scored, experience, run.scorer, run.tokenizer, after, top=7)["completions"]
+    assert [unit["without"] is None for unit in found] == [False] * 7 + [True]
+    assert [unit["rank"] for unit in found] == list(range(1, 9))
+    changes = [unit["without"]["change"] for unit in found[:7]]
+    assert changes == sorted(changes, reverse=True)
+    shares = [abs(unit["percent"]) for unit in found[:7]]
+    assert shares != sorted(shares, reverse=True)  # the order by contributions is another
+    assert changes[-3:] == [0.0] * 3 < changes[:3]
+    assert [unit["tied"] for unit in found] == [change == 0.0 for change in changes] + [False]
+    numbers = [min(row["number"] for row in unit["rows"]) for unit in found if unit["tied"]]
+    assert numbers == sorted(numbers)
+    for unit in found:
+        for row in unit["rows"]:
+            group, place = divmod(row["number"] - 1, 2)
+            assert scored.batch.groups[group].prompt.draw == unit["draw"]
+            assert place == row["sample"]
 
 
 def test_a_constant_part_of_the_reward_moves_nothing_and_the_only_one_all(make_policy, tokenizer, prompts, make_args):

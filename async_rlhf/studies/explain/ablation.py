@@ -13,7 +13,7 @@ from torch import Tensor
 from async_rlhf.config import OnlineConfig
 from async_rlhf.models.forward import over_response_logits
 from async_rlhf.rewards.scorer import Scorer
-from async_rlhf.studies.explain.update import RepeatableUpdate, inner, load, norm
+from async_rlhf.studies.explain.update import RepeatableUpdate, compared, load
 from async_rlhf.types import Experience, Sample, ScoredBatch
 
 
@@ -52,7 +52,6 @@ class Removal:
         self, update: RepeatableUpdate, experience: Experience, after: Sequence[Tensor], step: Sequence[Tensor]
     ) -> None:
         self._update, self._experience, self._after, self._step = update, experience, after, step
-        self._norm = norm(step)
 
     def without_units(self, units: Sequence[int]) -> Effect:
         """These units have weight 0. The others keep their credit; the mean is over what is left. Where nothing is left
@@ -69,12 +68,7 @@ class Removal:
 
     def effect(self, weights: Sequence[Tensor]) -> Effect:
         """Of the policy having these weights instead."""
-        step = self._update.step_to(weights)
-        length, common = norm(step), inner(step, self._step)
-        cosine = None if length * self._norm == 0 else common / (length * self._norm)
-        for mine, theirs in zip(step, self._step, strict=True):
-            mine -= theirs
-        change = norm(step) / self._norm if self._norm else None
+        change, cosine = compared(self._update.step_to(weights), self._step)
         return Effect(change, cosine, distance(self._update, self._experience, self._after, weights))
 
 

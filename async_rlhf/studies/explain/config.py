@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from async_rlhf.config.base import FOLDER, REQUIRED, at_least, key
+from async_rlhf.config.base import FOLDER, REQUIRED, Rule, at_least, key
 from async_rlhf.config.common import OfRunConfig, RepeatableConfig
+
+_SCORES = Rule(
+    lambda scores: all(re.fullmatch("[1-9][0-9]{0,11}", n) and abs(x) <= 3e38 for n, x in scores.items()),
+    "must be numbers of completions, from 1 in the order of the batch, with the score of each, a finite float32",
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,15 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
     """The batch, from 1, whose update is explained."""
     top: int = key(5, at_least(0))
     """How many completions, or pairs, are left out in turn: those with the largest contributions. Each costs another
-    update."""
+    update. They are ranked by what the update is without them."""
+    after: int = key(5, at_least(0))
+    """How many later batches are repeated too, as far as the run has them: to see what the batch's gradient does there
+    as momentum, and what becomes of the run with what_if."""
+    before: int = key(0, at_least(0))
+    """Rank this many batches, up to this one, by how much each moved the policy in the direction in which all of them
+    together moved it. The run is repeated from a checkpoint before the first of them."""
+    what_if: dict[str, float] = key({}, _SCORES)
+    """Other scores: numbers of completions of the batch, as the page has them, and the score that each gets in place of
+    its own, e.g. --what_if.12 1.0. The run is repeated once more with them, up to the last of the batches after it."""
     output_dir: str | None = key(None, FOLDER, role="place")
     """Where explain-BATCH.json and explain-BATCH.txt go; null for the folder "explain" in the run's folder."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,19 +45,18 @@ def explained(
         scorer: that scored it.
         tokenizer: of the policy.
         after: the policy's weights after the update.
-        top: how many units are left out in turn.
+        top: how many units are left out in turn, those with the largest contributions.
     """
     step = update.step_to(after)
     measured = contributions(update, experience, step)
     removal = Removal(update, experience, after, step)
     rows = _rows(scored, experience)
     found = _Account(update, scored, experience, measured, tokenizer, rows, scorer)
-    order = found.order
-    effects = {}
-    for unit in order[:top]:
-        effects[unit] = removal.without_units([unit])
-        logger.info("explain: left out %d of %d", len(effects), min(top, len(order)))
-    units = [found.unit(rank, unit, effects.get(unit)) for rank, unit in enumerate(order, start=1)]
+    likely = found.by_contribution[:top]
+    for unit in likely:
+        found.effects[unit] = removal.without_units([unit])
+        logger.info("explain: left out %d of %d", len(found.effects), len(likely))
+    units = [found.unit(rank, unit) for rank, unit in enumerate(found.order, start=1)]
     parts = [
         {"part": part, "without": _effect(removal.with_scores(without_part(scorer, scored, part)))}
         for part in reward_parts(scorer, scored)
@@ -191,11 +190,24 @@ class _Account:
     tokenizer: PreTrainedTokenizerBase
     rows: list[_Row]
     scorer: Scorer
+    effects: dict[int, Effect] = field(default_factory=dict)
+    """Of the units that were left out; all of them before anything is asked of the order."""
+
+    @cached_property
+    def by_contribution(self) -> list[int]:
+        """Units, those with the largest contributions first."""
+        return self.measured.units_U.abs().argsort(descending=True, stable=True).tolist()
 
     @cached_property
     def order(self) -> list[int]:
-        """Units, those with the largest contributions first."""
-        return self.measured.units_U.abs().argsort(descending=True, stable=True).tolist()
+        """Units: those that were left out by the change that this made, equal ones as in the batch; then the others."""
+        size = self.experience.rows_per_unit
+        rest = [unit for unit in self.by_contribution if unit not in self.effects]
+        return sorted(self.effects, key=lambda unit: (-self.change(unit), self.rows[unit * size].number)) + rest
+
+    def change(self, unit: int) -> float:
+        """That leaving a unit out has made, to a millionth of the step: beyond, rounding decides."""
+        return round(self.effects[unit].change or 0.0, 6)
 
     @cached_property
     def _lags(self) -> list[np.ndarray]:
@@ -213,8 +225,9 @@ class _Account:
         whole = self.measured.units_U.abs().sum().item()
         return 100 * contribution / whole if whole else 0.0
 
-    def unit(self, rank: int, unit: int, effect: Effect | None) -> dict[str, Any]:
+    def unit(self, rank: int, unit: int) -> dict[str, Any]:
         """One completion, or pair."""
+        effect = self.effects.get(unit)
         size, contribution = self.experience.rows_per_unit, self.measured.units_U[unit].item()
         rows = range(unit * size, (unit + 1) * size)
         roles = ("chosen", "rejected") if size == 2 else ("completion",) * size
@@ -222,6 +235,7 @@ class _Account:
         changes = [None] * size if effect is None else effect.distance.logprobs_B[rows.start : rows.stop].tolist()
         return {
             "rank": rank,
+            "tied": effect is not None and [*map(self.change, self.effects)].count(self.change(unit)) > 1,
             "contribution": contribution,
             "percent": self.percent(contribution),
             "weight": self.experience.loss_weights_U[unit].item(),
@@ -232,15 +246,16 @@ class _Account:
                 {"role": role, **self._row(b, with_tokens=effect is not None), "more_likely_by": change}
                 for b, role, change in zip(rows, roles, changes, strict=True)
             ],
-            "objective": {name: _number(x_U[unit].item()) for name, x_U in self.measured.metrics.items()},
+            "objective": {name: number(x_U[unit].item()) for name, x_U in self.measured.metrics.items()},
             "without": None if effect is None else _effect(effect),
         }
 
     def _row(self, b: int, with_tokens: bool) -> dict[str, Any]:
         row, lags = self.rows[b], self._lags[b]
-        rewards = {name: _number(values_R[row.number].item()) for name, values_R in self.scored.rewards.items()}
+        rewards = {name: number(values_R[row.number].item()) for name, values_R in self.scored.rewards.items()}
         advantages_BT, sampled_T = self.experience.advantages_BT, self.experience.sampled_BT[b] > 0
         found = {
+            "number": row.number + 1,
             "sample": row.place,
             "completion": decode_samples(self.tokenizer, [row.sample])[0],
             "finish_reason": row.sample.finish_reason,
@@ -348,5 +363,6 @@ class _Account:
         return found
 
 
-def _number(x: float) -> float | None:
+def number(x: float) -> float | None:
+    """For JSON, which knows no NaN."""
     return x if math.isfinite(x) else None

@@ -16,7 +16,10 @@ _SHARE = 0.1
 def page(account: Mapping[str, Any]) -> str:
     """The page, for :func:`~async_rlhf.studies.explain.explanation.explained` and what the command knows of the run."""
     parts = [_head(account), _meaning(account), _completions(account), _tokens(account), _rewards(account)]
-    return "\n".join(line for part in [*parts, _lags(account)] for line in [*part, ""])
+    parts += [_lags(account), _later(account)]
+    parts += [_before(account)] if account["before"] else []
+    parts += [_what_if(account)] if account["what_if"] else []
+    return "\n".join(line for part in parts for line in [*part, ""])
 
 
 def _head(account: Mapping[str, Any]) -> Iterator[str]:
@@ -25,7 +28,8 @@ def _head(account: Mapping[str, Any]) -> Iterator[str]:
     start = repeated["from"] or "the beginning"
     compared = len(repeated["compared"])
     same = f"the metrics of {compared} equal the run's" if compared else "none of them was logged, to compare with"
-    yield f"repeated: {_count(repeated['batches'], 'batch', 'batches')} from {start}; {same}"
+    more = f", and {_count(repeated['after'], 'batch', 'batches')} after it" if repeated["after"] else ""
+    yield f"repeated: {_count(repeated['batches'], 'batch', 'batches')} from {start}{more}; {same}"
     batches = _count(step["mini_batches"], "mini-batch", "mini-batches")
     cut = f"{_count(step['epochs'], 'epoch')} x {batches}"
     yield f"update:   {_count(step['optimizer_steps'], 'optimiser step')} ({cut}), explained as one"
@@ -63,6 +67,8 @@ def _meaning(account: Mapping[str, Any]) -> Iterator[str]:
     yield "                 Clipping and the optimiser make the step no sum of completions: Adam divides by the size of"
     yield "                 past gradients, so half the gradient may give nearly the same step."
     yield "                 The other completions keep their credit, and the mean is over what is left."
+    yield "  #              the rank: by change of those that were left out, = where it is equal, in the order of the"
+    yield "                 batch; then the others, by contribution."
     yield "  moves          how far the step moves a token's log-probability, in nats, to first order."
 
 
@@ -73,7 +79,8 @@ def _completions(account: Mapping[str, Any]) -> Iterator[str]:
     yield f"{what.capitalize()} ({len(units)}; {_count(rest, 'completion')} of the batch not trained on)"
     yield f"  {'#':>3} {'contribution':>12} {'without: change':>15} {'cosine':>7} {'KL':>8} {'weight':>7}  prompt"
     for unit in units[:SHOWN]:
-        yield f"  {unit['rank']:>3} {unit['percent']:>11.1f}% {_effect(unit['without'])} {unit['weight']:>7.4g}  " + (
+        rank = f"{'=' if unit['tied'] else ''}{unit['rank']}"
+        yield f"  {rank:>3} {unit['percent']:>11.1f}% {_effect(unit['without'])} {unit['weight']:>7.4g}  " + (
             _short(unit["prompt"], 44)
         )
         if unit["without"] is not None:
@@ -91,8 +98,13 @@ def _rows(unit: Mapping[str, Any]) -> Iterator[str]:
         facts += ["cut off"] if row["finish_reason"] == "length" else []
         change = row["more_likely_by"]
         facts.append(f"{'more' if change >= 0 else 'less'} likely by {abs(change):.2g} nats than without")
-        yield f"      {row['role']}: {', '.join(facts)}"
+        yield f"      {_named(row)}: {', '.join(facts)}"
         yield from (f"        {line}" for line in _wrapped(_marked(row["tokens"])))
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """By its number, by which ``what_if`` knows it."""
+    return f"completion {row['number']}" + ("" if row["role"] == "completion" else f", {row['role']}")
 
 
 def _marked(tokens: Sequence[Mapping[str, Any]]) -> str:
@@ -140,11 +152,63 @@ def _lags(account: Mapping[str, Any]) -> Iterator[str]:
         yield "  All tokens have this lag: without them there is no update."
 
 
+def _later(account: Mapping[str, Any]) -> Iterator[str]:
+    yield "Later (what this batch's gradient does as momentum: the optimiser's steps without it, others as they were)"
+    yield "  Size: of the weights' difference, in percent of this batch's step. Share: the part that would be missing"
+    yield "  of how far the weights have moved since before this batch, along that direction."
+    yield f"  {'after batch':>11} {'size':>7} {'share':>7}"
+    for row in account["later"]:
+        yield f"  {row['batch']:>11} {_percent(row['size']):>7} {_percent(row['share']):>7}"
+    last = account["later"][-1]
+    yield f"  KL after batch {last['batch']}, to the policy without it: {last['kl_per_token']:.2g} nats a token"
+
+
+def _before(account: Mapping[str, Any]) -> Iterator[str]:
+    found = account["before"]
+    yield f"Batches (ranked: the {len(found['batches'])} up to this one, each without its gradient, as above)"
+    yield "  Share: the part that would be missing of how far all of them have moved the weights, along that direction."
+    yield "  A negative one held them back."
+    yield f"  KL: from the policy after batch {account['batch']} to the one without, in nats a token."
+    yield f"  {'batch':>5} {'share':>7} {'KL':>8}"
+    for row in found["batches"]:
+        yield f"  {row['batch']:>5} {_percent(row['share']):>7} {row['kl_per_token']:>8.2g}"
+    rest = f"{_percent(found['earlier'])} is what earlier batches have left in the optimiser"
+    yield f"  They have moved the weights by {found['norm']:.3g} (norm); {rest}."
+
+
+def _what_if(account: Mapping[str, Any]) -> Iterator[str]:
+    found = account["what_if"]
+    changes = "; ".join(
+        f"completion {each['completion']} scores {_decimal(each['is'])}, not {_decimal(each['was'])}"
+        for each in found["changes"]
+    )
+    yield f"What if {changes}"
+    yield "  The run was repeated with it. Each pair of columns: the run as it was, and with it. Change and cosine: of"
+    yield "  that batch's update. KL: from the policy as it was to the one with it, in nats a token of this batch."
+    both = f"{'was':>8} {'is':>8}"
+    yield f"  {'':>5}  {'score':<17}  KL of reference"
+    yield f"  {'batch':>5}  {both}  {both} {'others':>9} {'change':>7} {'cosine':>7} {'KL':>8}"
+    for row in found["batches"]:
+        pairs = "  ".join(f"{_decimal(row[k]['was']):>8} {_decimal(row[k]['is']):>8}" for k in ("score", "kl"))
+        others = f"{row['others']}/{row['completions']}"
+        change, cosine = _percent(row["update"]["change"]), _cosine(row["update"]["cosine"])
+        yield f"  {row['batch']:>5}  {pairs} {others:>9} {change:>7} {cosine:>7} {row['kl_per_token']:>8.2g}"
+    first = found["completions_differ_from"]
+    yield "  All completions are the same." if first is None else f"  Completions are others from batch {first} on."
+
+
 def _effect(effect: Mapping[str, Any] | None) -> str:
     if effect is None:
         return f"{'':>15} {'':>7} {'':>8}"
-    change = "-" if effect["change"] is None else f"{effect['change']:.1%}"
-    return f"{change:>15} {_cosine(effect['cosine']):>7} {effect['kl_per_token']:>8.2g}"
+    return f"{_percent(effect['change']):>15} {_cosine(effect['cosine']):>7} {effect['kl_per_token']:>8.2g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _cosine(cosine: float | None) -> str:

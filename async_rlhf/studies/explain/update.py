@@ -94,7 +94,7 @@ class RepeatableUpdate:
 
     def step_to(self, after: Sequence[Tensor]) -> list[Tensor]:
         """The difference of weights from those before the update."""
-        return [new - old for new, old in zip(after, self.before, strict=True)]
+        return difference(after, self.before)
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -109,6 +109,21 @@ def load(
     """Give parameters these numbers, moved by a multiple of a step if there is one."""
     for i, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
         parameter.copy_(tensor + multiple * step[i] if step else tensor)
+
+
+@torch.no_grad()
+def difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """The first minus the second ones."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def compared(step: Sequence[Tensor], original: Sequence[Tensor]) -> tuple[float | None, float | None]:
+    """The size of the difference of two steps, divided by that of the original one, and their cosine; None where a norm
+    that divides is zero.
+    """
+    length, size = norm(step), norm(original)
+    cosine = inner(step, original) / (length * size) if length * size else None
+    return norm(difference(step, original)) / size if size else None, cosine
 
 
 def inner(a: Sequence[Tensor | None], b: Sequence[Tensor]) -> float:

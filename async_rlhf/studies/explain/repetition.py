@@ -1,0 +1,227 @@
+"""Repeats a part of a run, and keeps what is asked of it: one update, what its batch does later, and other scores."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from async_rlhf.commands.rerun import Line, ReplayDiffersError, of_training, read_metrics, without_uploads
+from async_rlhf.commands.train import make_trainer
+from async_rlhf.distributed.parallel import trainable
+from async_rlhf.learner.learner import Learner
+from async_rlhf.models.context_length import with_prompt_cap
+from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.run.config import RunConfig
+from async_rlhf.run.folder import SCHEDULE
+from async_rlhf.run.schedule import version_for
+from async_rlhf.run.trainer import OnlineTrainer, train
+from async_rlhf.studies.explain.explanation import number
+from async_rlhf.studies.explain.omission import Omission, Omissions
+from async_rlhf.studies.explain.update import RepeatableUpdate, clones, difference, inner, norm
+from async_rlhf.types import Batch, ScoredBatch
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which batches of a run are repeated, and what for.
+
+    The run is repeated from a checkpoint, or from its beginning, through batch ``last``.
+    """
+
+    run: Path
+    original: RunConfig
+    checkpoint: Path | None
+    batch: int
+    """That is explained."""
+    last: int
+    window: range
+    """The batches that are left out in turn, up to ``batch``; empty for none."""
+
+    def config(self, scratch: Path) -> RunConfig:
+        """The run's configuration, to be repeated in a folder."""
+        bounded = self.original.train.staleness_mode == "bounded"
+        train = without_uploads(
+            self.original.train,
+            self.run,
+            scratch / "run",
+            replay_from=str(self._schedule(scratch)) if bounded else None,
+            resume_from=None if self.checkpoint is None else str(self.checkpoint),
+            logging_steps=1,
+            trace=False,
+        )
+        return replace(self.original, train=with_prompt_cap(train, self.original.model))
+
+    def _schedule(self, scratch: Path) -> Path:
+        """The run's schedule up to the last batch. What comes later is not repeated, and gets the newest versions, so
+        that nothing is sampled for it.
+        """
+        config = self.original.train
+        lines = (self.run / SCHEDULE).read_text(encoding="utf-8").splitlines()[: self.last]
+        requests = config.generation.requests(config.batch_size)
+        later = range(self.last + 1, config.num_batches + 1)
+        lines += [json.dumps({"batch": b, "versions": [version_for(b, 0)] * requests}) for b in later]
+        path = scratch / SCHEDULE
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+
+class _Witness:
+    """A scorer that keeps batches as they were scored, and is else the one that it wraps.
+
+    Args:
+        scorer: that it wraps.
+        first: the first batch that is kept.
+        scores: of that batch's completions, counted from 1, where they are to be others.
+    """
+
+    def __init__(self, scorer: Scorer, first: int, scores: Mapping[int, float]) -> None:
+        self._scorer, self._first, self._scores = scorer, first, scores
+        self.seen: dict[int, ScoredBatch] = {}
+
+    def __call__(self, batch: Batch) -> ScoredBatch:
+        if batch.index == self._first and self._scores:
+            vars(self._scorer)["total"] = self._total  # before the metrics are computed from it
+        scored = self._scorer(batch)
+        vars(self._scorer).pop("total", None)
+        if batch.index >= self._first:
+            self.seen[batch.index] = scored
+        return scored
+
+    def _total(self, *args: Any) -> Tensor:
+        scores_R = type(self._scorer).total(self._scorer, *args)
+        for place, score in self._scores.items():
+            scores_R[place - 1] = score
+        return scores_R
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scorer, name)
+
+
+class _Observer(TrainerCallback):
+    """Keeps the learner as it is before the batch, and what becomes of the policy from then on, and ends the run."""
+
+    def __init__(self, part: Part, learner: Learner, keep: bool) -> None:
+        self._part, self._keep = part, keep
+        self.omissions = Omissions(learner)
+        self._learner, self._policy = learner, trainable(learner.policy)
+        self._window: list[Omission] = []
+        self.own: Omission | None = None
+        self.update: RepeatableUpdate | None = None
+        self.start: list[Tensor] = []
+        self.after: list[Tensor] = []
+        self.without: list[tuple[range, list[Tensor]]] = []
+        self.kept: dict[int, list[Tensor]] = {}
+        self.later: list[dict[str, Any]] = []
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before a batch is scored."""
+        batch, part = state.global_step + 1, self._part
+        self.omissions.batch = batch
+        if part.window and batch == part.window.start:
+            self.start = clones(self._policy)
+            self._window = [self.omissions.follow(part.window)]
+        if batch in part.window:
+            self._window.append(self.omissions.follow(range(batch, batch + 1)))
+        if batch == part.batch:
+            self.update = RepeatableUpdate(self._learner, batch)
+            self.own = self.omissions.follow(range(batch, batch + 1))
+            self._note(batch - 1)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the update."""
+        batch = state.global_step
+        if self.own is None or self.update is None:
+            return
+        if batch == self._part.batch:
+            self.after = clones(self._policy)
+            self.without = [(each.batches, each.weights(self._policy)) for each in self._window]
+            self._window, self.omissions.followed = [], [self.own]
+        self._note(batch)
+        missing, way = difference(self._policy, self.own.weights(self._policy)), self.update.step_to(self._policy)
+        size = norm(missing) / (norm(self.update.step_to(self.after)) or math.nan)
+        self.later.append({"batch": batch, "size": number(size), "share": share(missing, way)})
+        control.should_training_stop = control.should_training_stop or batch == self._part.last
+
+    def _note(self, batch: int) -> None:
+        if self._keep:
+            self.kept[batch] = [parameter.detach().to("cpu", copy=True) for parameter in self._policy]
+
+
+def share(missing: Sequence[Tensor], way: Sequence[Tensor]) -> float | None:
+    """How much of the way of some weights would be missing, along it: 1 if all of it. None if there is no way."""
+    length = inner(way, way)
+    return inner(missing, way) / length if length else None
+
+
+class Course(NamedTuple):
+    """What became of a run from a batch on, by the number of the batch."""
+
+    scored: dict[int, ScoredBatch]
+    weights: dict[int, list[Tensor]]
+    """Of what is trained of the policy, after each batch, and before the first: on the CPU. Empty unless asked for."""
+    metrics: dict[int, Line]
+    """Of all batches that were repeated."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A run that has been repeated through a batch, and a few more."""
+
+    trainer: OnlineTrainer
+    update: RepeatableUpdate
+    after: list[Tensor]
+    """The policy after the batch."""
+    course: Course
+    later: list[dict[str, Any]]
+    """For each batch from this one on, how far the weights are from those without the gradient of this one: ``size`` in
+    norms of this batch's step, and ``share`` of the way since before it."""
+    end: list[Tensor]
+    end_without: list[Tensor]
+    """The policy after the last batch that was repeated, and what it would be without the gradient of this one."""
+    start: list[Tensor]
+    """The policy before the batches that are left out in turn."""
+    without: list[tuple[range, list[Tensor]]]
+    """The policy after this batch, without the gradients of some: of all in the window, then of each in turn."""
+
+    @classmethod
+    def of(cls, part: Part, scratch: Path, keep: bool = False, scores: Mapping[int, float] | None = None) -> Repetition:
+        """Repeat a run.
+
+        Args:
+            part: what of it.
+            scratch: a folder that is not there yet.
+            keep: whether the weights after each batch are kept.
+            scores: other scores of completions of the batch, which are counted from 1 in its order.
+
+        Raises:
+            ReplayDiffersError: a callback has stopped the run before the batch.
+        """
+        scratch.mkdir()
+        config = part.config(scratch)
+        trainer = make_trainer(config)
+        observer = _Observer(part, trainer.learner, keep)
+        witness = _Witness(trainer.run.scorer, part.batch, scores or {})
+        trainer.add_callback(observer)
+        train(replace(trainer.run, scorer=cast(Scorer, witness)))
+        observer.omissions.followed = []
+        if observer.update is None or observer.own is None or not observer.after:
+            raise ReplayDiffersError(f"the run has ended before batch {part.batch}: a callback has stopped it")
+        policy = observer.update.policy
+        return cls(
+            trainer,
+            observer.update,
+            observer.after,
+            Course(witness.seen, observer.kept, of_training(read_metrics(Path(config.train.output_dir)))),
+            observer.later,
+            clones(policy),
+            observer.own.weights(policy),
+            observer.start,
+            observer.without,
+        )
