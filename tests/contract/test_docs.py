@@ -9,7 +9,7 @@ import pytest
 
 import async_rlhf
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.commands.table import COMMANDS, import_attribute
+from async_rlhf.commands.table import COMMANDS, function_of, import_attribute
 from async_rlhf.config.parsing import options_of
 from async_rlhf.run.config import RunConfig
 
@@ -31,6 +31,7 @@ def anchors(page: Path) -> set[str]:
 def test_every_command_has_a_page_in_the_index():
     index = (ROOT / "docs" / "commands" / "README.md").read_text(encoding="utf-8")
     for name in COMMANDS:
+        assert callable(function_of(name))
         page = ROOT / "docs" / "commands" / f"{name}.md"
         assert page.read_text(encoding="utf-8").startswith(f"# `{name}`"), name
         assert f"({name}.md)" in index, name
