@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from documented import ELSEWHERE, NOT_RUN, PAGES, ROOT, python, shown
+from documented import ELSEWHERE, NOT_RUN, PAGES, ROOT, is_run, python, shown
 
 import async_rlhf
 from async_rlhf.algorithms.table import BUILT_IN
+from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, function_of, import_attribute
 from async_rlhf.config.parsing import options_of
 from async_rlhf.run.config import RunConfig
@@ -111,6 +113,53 @@ def test_every_command_is_run_somewhere_or_has_a_reason():
     told = [f"{one.page} {one.words}" for one in SHOWN if not one.inline]
     assert [part for part in (*ELSEWHERE, *NOT_RUN) if not any(part in line for line in told)] == []
     assert [file for file in ELSEWHERE.values() if not (ROOT / file).is_file()] == []
+
+
+def dry_runs() -> dict[str, list[str]]:
+    """The words of each command that nothing runs as it stands, with placeholders replaced."""
+    found = {}
+    for one in SHOWN:
+        text = one.words.split(";", 2)[1] if one.words.startswith("for s") else one.words
+        text = re.sub(
+            r".*slurm/(?:one_node|several_nodes)[.]sh (\S+)(?: mnoukhov\S+)?", r"async-rlhf train --config \1", text
+        )
+        words = re.search(r"(?:async-rlhf|async_rlhf[.]cli) (\w+ .*)", text)
+        if words and not one.inline and not is_run(one) and one.page != "docs/faq.md" and "COMMAND" not in text:
+            ranks = re.search(r"--nproc-per-node (\d)", text)
+            more = f" --train.parallel.ranks {ranks[1]}" if ranks and " train " in text else ""
+            text = (
+                re.sub(r'(?<=yml)"$', "", words[1])
+                .partition(" | ")[0]
+                .replace("$s", "0")
+                .replace(" ...", " --config run.yml")
+            )
+            found[one.words] = [*shlex.split(re.sub(r"\bMODEL\b", "my-org/sft", text) + more), "--dry-run"]
+    return found
+
+
+DRY_RUNS = dry_runs()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("pages")
+    (made / "recipes").symlink_to(ROOT / "recipes")
+    run = {"model": "my-org/sft", "reward_model": "my-org/rm", "data": {"train": "rows.jsonl"}, "train": {"batches": 2}}
+    (made / "run.yml").write_text(json.dumps(run))
+    (made / "sft.yml").write_text(json.dumps({"train": "rows.jsonl", "output_dir": "runs/sft"}))
+    (made / "sweep.yml").write_text(
+        json.dumps({"base": run, "held_out": {"data": "rows.jsonl"}, "output_dir": "runs/sweep"})
+    )
+    return made
+
+
+@pytest.mark.parametrize("words", DRY_RUNS)
+def test_a_command_that_is_not_run_is_read(words, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ASYNC_RLHF_API_KEY", "as the page has it exported")
+    with pytest.raises(SystemExit) as ended:
+        main(DRY_RUNS[words])
+    assert ended.value.code == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", python())

@@ -23,8 +23,6 @@ from async_rlhf.rewards.reasoning_gym import make_rows
 
 pytestmark = pytest.mark.docs
 COMMANDS = {one.words: one for one in sorted(shown(), key=lambda one: len(one.told)) if is_run(one)}
-LIVE = ("async-rlhf workers", "async-rlhf feedback", "--train.feedback.ask", "curl", "--live")
-"""Those for a run that is training: in tests of their own."""
 SOURCES = " ".join(f"--source {name}" for name in ("unittest", "email", "http", "logging", "asyncio"))
 SIZES = {
     "recipes/docstrings/": "--train.total_episodes 16 --train.per_device_train_batch_size 4 "
@@ -178,7 +176,7 @@ def small(one: Shown) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if not any(part in words for part in LIVE)])
+@pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_of_a_page_runs(words, here, tmp_path):
     given = small(COMMANDS[words])
     for option in ("--output_dir", "--train.output_dir", "--out", "--output"):
