@@ -132,6 +132,8 @@ def furnish(place: Path, log: Path) -> None:
     )
     for name in ("policy", "dpo", "ten", "asynchronous"):
         shutil.copytree(place / "runs/mine", place / "runs" / name)
+    generate = "async-rlhf generate --run runs/dpo --models.sft runs/sft --data heldout.jsonl --response_length 8"
+    run(f"{generate} --output_dir runs/generations", place, log)
     for name in ("guess", "sums"):
         run(["python", f"recipes/episodes/{name}.py", f"runs/{name}", "40"], place, log)
         sft = f"--train runs/{name}/demonstrations.jsonl --output_dir runs/{name}/sft"
@@ -186,8 +188,12 @@ def test_a_command_of_a_page_runs(words, here, tmp_path):
     if given[:2] == ["async-rlhf", "recipes"]:
         (here / "recipes").unlink()
     said = [shape(line, given) for line in run(given, here, tmp_path / "log").splitlines()]
-    missing = [line for line in COMMANDS[words].told if shape(line, given) not in said and not UNEQUAL.search(line)]
-    assert not missing, "\n".join(said)
+    told = [shape(line, given) for line in COMMANDS[words].told if line and not UNEQUAL.search(line)]
+    told = [] if COMMANDS[words].page in NOT_COMPARED else told
+    begun = [one.removesuffix("...") for one in told if one.endswith("...")]  # the rest of the line is left out
+    assert (
+        not set(told) - set(said) - {f"{one}..." for one in begun if any(f"{each} ".startswith(one) for each in said)}
+    )
 
 
 def test_the_notebook_runs(tmp_path):
@@ -210,7 +216,9 @@ def test_the_notebook_runs(tmp_path):
 
 
 EXACT = ("recipes", "config", "grep")
-UNEQUAL = re.compile(r"━|^ *[.]{3}")
+NOT_COMPARED = {"docs/commands/explain.md", "docs/commands/evaluate.md"}
+"""Their rows are what stood out in one run, and its checkpoints."""
+UNEQUAL = re.compile(r"━|^ *[.]{3}|start-sft-")
 """Lines of which a page shows what another terminal, or other data, would not print."""
 
 
