@@ -21,7 +21,7 @@ from rated_sentences import write
 from async_rlhf import cli
 from async_rlhf.rewards.reasoning_gym import make_rows
 
-pytestmark = pytest.mark.docs
+pytestmark = [pytest.mark.docs, pytest.mark.timeout(1800)]
 COMMANDS = {one.words: one for one in sorted(shown(), key=lambda one: len(one.told)) if is_run(one)}
 SOURCES = " ".join(f"--source {name}" for name in ("unittest", "email", "http", "logging", "asyncio"))
 SIZES = {
@@ -67,7 +67,9 @@ def run(words: str | list[str], folder: Path, log: Path) -> str:
     words = [str(Path(cli.__file__)), *words[1:]] if words[0] == "async-rlhf" else words[words[0] == "python" :]
     if words[0].endswith(".py") and not {"|", ">"} & set(words):
         os.chdir(folder)
-        code = start_forked(be_script, folder / words[0], *words[1:], log=log, PYTHONPATH=f"{folder}:{ROOT}").wait(1800)
+        # Of its own, as a command says less of what is in the cache.
+        own = {"PYTHONPATH": f"{folder}:{ROOT}", "ASYNC_RLHF_CACHE": str(folder / "cache")}
+        code = start_forked(be_script, folder / words[0], *words[1:], log=log, **own).wait(1800)
     else:
         line = " ".join(word if word in "|>" else shlex.quote(word) for word in words)
         line = f"{sys.executable} {line}" if words[0].endswith(".py") else line
@@ -81,8 +83,6 @@ def run(words: str | list[str], folder: Path, log: Path) -> str:
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Path:
     """A folder with all that the pages take for granted. Processes of the tests share it."""
-    if os.environ.get("DEVPLACE"):
-        return Path(os.environ["DEVPLACE"])
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "place"
     with (folder.parent / "place.lock").open("w") as lock:
