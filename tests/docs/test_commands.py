@@ -33,7 +33,7 @@ SIZES = {
     "async-rlhf data": SOURCES,
     "runs/asynchronous --batch 21": "--batch 7",
     "--config recipes/episodes/sft.yml": "--overwrite true --num_epochs 1",
-    "second_try.py": "--data.train runs/reasoning_gym/train.jsonl",
+    "second_try.py": "--data.train runs/reasoning_gym/train.jsonl --train.max_prompt_length 200",
     "--from_ratings": "--max_pairs 50",
     "--train.batches 16": "--train.batches 2 --train.save_steps 1",
     "async-rlhf train --model runs/sft --reward_model": "--train.batches 2 --train.completions_per_batch 16 "
