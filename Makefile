@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 # A test that takes its process with it ends the suite: pytest-xdist would wait for ever.
 PARALLEL = --numprocesses auto --maxprocesses 4 --max-worker-restart 0
 
-.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -32,6 +32,9 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m 'distributed and not rare' tests/distributed $(PARALLEL) --dist loadfile
+
+docs-check: setup   ## run every command and the notebook of the documentation, on tiny models: a quarter of an hour
+	$(BIN)/python -m pytest -m docs tests/docs $(PARALLEL) --maxprocesses 2 --dist worksteal
 
 # In the order in which they should be seen: docs/first_hour_gpu.md.
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed

@@ -25,7 +25,7 @@ COMMANDS = {
     "data": Command(
         "make the data of the built-in task from Python source code",
         "tasks.docstrings.config:DocstringsConfig",
-        "tasks.docstrings.data",
+        "tasks.docstrings.harvest",
     ),
     "sft": Command("fine-tune a language model on demonstrations", "config:SFTConfig"),
     "pairs": Command("sample completions and label them into preference pairs", "config:PairsConfig"),
