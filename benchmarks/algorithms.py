@@ -4,7 +4,8 @@
     python benchmarks/algorithms.py runs/seed0 runs/seed1 runs/seed2
 
 Trains recipes/docstrings/*.yml from each quickstart's SFT and reward model, evaluates everything on the held-out
-prompts, and prints a table. What is done already is skipped.
+prompts, and prints a table. What is done already is skipped, so several of these may run at once, each with some of the
+folders, before one has all of them. Each folder has models and prompts of its own; the seed of training is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def async_rlhf(command: str, **options: object) -> None:
     subprocess.run([sys.executable, "-m", "async_rlhf.cli", command, *words], check=True)
 
 
-def train(base: Path, name: str, algorithm: str, staleness: int, seed: int, **changes: object) -> None:
+def train(base: Path, name: str, algorithm: str, staleness: int, **changes: object) -> None:
     async_rlhf(
         "train",
         config=RECIPES / f"{algorithm}.yml",
@@ -43,12 +44,11 @@ def train(base: Path, name: str, algorithm: str, staleness: int, seed: int, **ch
         # What an interrupted run left is not whole.
         train__overwrite_output_dir=not (base / "algorithms" / name / "train.json").exists(),
         train__staleness=staleness,
-        train__seed=seed,
         **changes,
     )
 
 
-def evaluate(base: Path, names: list[str], seed: int, response_length: int, max_prompt_length: int) -> dict[str, Any]:
+def evaluate(base: Path, names: list[str], response_length: int, max_prompt_length: int) -> dict[str, Any]:
     models = {"sft": str(base / "sft"), **{n: str(base / "algorithms" / n / "final") for n in names}}
     folder = base / "algorithms" / "evaluation"
     async_rlhf(
@@ -60,7 +60,6 @@ def evaluate(base: Path, names: list[str], seed: int, response_length: int, max_
         reward_funcs="async_rlhf.tasks.docstrings.reward:gold_rewards",
         response_length=response_length,
         max_prompt_length=max_prompt_length,
-        seed=seed,
     )
     return json.loads((folder / "evaluation.json").read_text())["results"]["models"]
 
@@ -94,10 +93,10 @@ def compare(
     """Train, evaluate, and print the table; ``changes`` are made to every recipe."""
     runs = [(f"{a}_staleness_{s}", a, s) for a in arguments.algorithms for s in arguments.staleness]
     found = []
-    for seed, base in enumerate(bases):
+    for base in bases:
         for name, algorithm, staleness in runs:
-            train(base, name, algorithm, staleness, seed, **changes)
-        found.append(evaluate(base, [name for name, _, _ in runs], seed, response_length, max_prompt_length))
+            train(base, name, algorithm, staleness, **changes)
+        found.append(evaluate(base, [name for name, _, _ in runs], response_length, max_prompt_length))
     print(table([("sft", "SFT", ""), *((n, a, str(s)) for n, a, s in runs)], found))
 
 
