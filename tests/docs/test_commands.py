@@ -160,13 +160,13 @@ def lines(path: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def here(place, tmp_path) -> Path:
-    """A copy of that folder for one command."""
+    """A copy of that folder for one command, without its cache."""
     folder = tmp_path / "here"
 
     def take(source: str, target: str) -> None:
         (os.link if source.endswith(".safetensors") else shutil.copyfile)(source, target)
 
-    shutil.copytree(place, folder, symlinks=True, copy_function=take)
+    shutil.copytree(place, folder, symlinks=True, copy_function=take, ignore=shutil.ignore_patterns("cache"))
     return folder
 
 
