@@ -101,9 +101,9 @@ def compare(
 
 
 def table(rows: list[tuple[str, str, str]], seeds: list[dict[str, Any]]) -> str:
-    """Means over seeds, their spread, and in how many seeds the interval lies above that of SFT."""
+    """Means over starts, their spread, and for how many the interval lies above that of SFT."""
     lines = [
-        "| algorithm | S | gold reward | of each seed | win-rate vs. SFT | KL to SFT | above SFT |",
+        "| algorithm | S | gold reward | of each start | win-rate vs. SFT | KL to SFT | above SFT |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, algorithm, staleness in rows:

@@ -76,9 +76,10 @@ class Browser:
         try:
             return bool(self.run(script))
         except RuntimeError as error:
-            if "Inspected target navigated" in str(error):
-                return False  # the page that was asked is gone
-            raise
+            gone = ("Inspected target navigated", "Cannot find default execution context", "context was destroyed")
+            if not any(told in str(error) for told in gone):
+                raise
+            return False  # the page that was asked is gone
 
     def open(self, page: Path, width: int, height: int, dark: bool = False) -> None:
         """Show a file in a window of that size, and wait until its charts are drawn."""

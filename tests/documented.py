@@ -117,7 +117,7 @@ ELSEWHERE = {
 """What other tests run, by the page or a part of the command: with other sizes, or as it stands."""
 
 NOT_RUN = {
-    "make ": "installs into the checkout; CI and releases run these targets",
+    "make ": "installs into the checkout; CI runs most of these targets, people the rest",
     "pip install ": "needs a package registry; make setup and make wheel install",
     "ray start ": "starts a service on this host",
     "ray job ": "needs a cluster with a dashboard",

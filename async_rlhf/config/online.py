@@ -224,8 +224,9 @@ class OnlineConfig(TrainingConfig):
     checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
     """ "whole" gathers what is trained, and the optimiser's state, on the first rank, and training waits until it is
     written. "sharded" copies both to the hosts' memory, and training goes on while every rank writes its own part
-    (torch.distributed.checkpoint) and the first the policy in the standard format. "auto" is "sharded" for policies of
-    3 billion parameters or more with FSDP, else "whole". A run may be resumed with the other format. ZeRO has only
+    (torch.distributed.checkpoint) and the first the policy in the standard format. "auto" is "sharded" with FSDP
+    without cpu_offload where 3 billion parameters or more are trained, else "whole". "sharded" holds 12 bytes of host
+    memory for each trained parameter, on all ranks together. A run may be resumed with the other format. ZeRO has only
     "whole"."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept. null for that of stop_at."""

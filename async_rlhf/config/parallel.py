@@ -139,7 +139,7 @@ class ParallelConfig(Checked):
 
     def require_format(self, checkpoints: str) -> None:
         """Require a format of checkpoints that the strategy has."""
-        right = f'must be "whole" with parallel.strategy "{self.strategy}"'
+        right = f'must be "whole" or "auto" with parallel.strategy "{self.strategy}"'
         right += ": DeepSpeed lays out the optimiser its own way"
         zero = self.ranks > 1 and self.strategy.startswith("zero")
         require(not zero or checkpoints != "sharded", "checkpoint_format", checkpoints, right)

@@ -99,7 +99,8 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
     checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
     """ "whole" gathers a checkpoint on the first rank; "sharded" has each rank write its own part, beside training, and
-    "auto" is that for models of 3 billion parameters or more with FSDP. ZeRO has only "whole"."""
+    "auto" is that with FSDP without cpu_offload where 3 billion parameters or more are trained. ZeRO has only
+    "whole"."""
     seed: int = key(0, *SEED, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from async_rlhf.distributed.parallel import Parallel
+from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.parallel import Parallel, trainable
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
@@ -24,7 +25,7 @@ from async_rlhf.system.signals import RankError
 logger = logging.getLogger(__name__)
 
 _LARGE = 3_000_000_000
-"""Parameters from which rank 0 had better not gather a checkpoint: with the optimiser's state it is 36 GB."""
+"""Trained parameters from which rank 0 had better not gather a checkpoint: with the optimiser's state it is 36 GB."""
 
 
 class ShardedSaves:
@@ -167,15 +168,17 @@ class ShardedSaves:
 
 def saving(run: Training) -> AbstractContextManager[ShardedSaves | None]:
     """Within, what writes the run's checkpoints beside training; None for whole ones. Every rank must enter it."""
-    size = sum(parameter.numel() for parameter in run.learner.policy.parameters())
-    sharded = writes_shards(run.config.checkpoint_format, run.learner.parallel, size)
+    size = sum(parameter.numel() for parameter in trainable(run.learner.policy))
+    sharded = writes_shards(run.config, run.learner.parallel, size)
     return ShardedSaves(run).finishing() if sharded else nullcontext()
 
 
-def writes_shards(checkpoint_format: str, parallel: Parallel, parameters: int) -> bool:
-    """Whether each rank writes its own part of a policy of so many parameters."""
-    large = parallel.casts_gathered and parameters >= _LARGE
-    return checkpoint_format == "sharded" or (checkpoint_format == "auto" and large)
+def writes_shards(config: OnlineConfig, parallel: Parallel, trained: int) -> bool:
+    """Whether each rank writes its own part of a policy with so many trained parameters."""
+    spread = parallel.is_sharded and parallel.takes_shards and not config.parallel.cpu_offload
+    return config.checkpoint_format == "sharded" or (
+        config.checkpoint_format == "auto" and spread and trained >= _LARGE
+    )
 
 
 def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:

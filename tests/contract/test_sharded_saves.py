@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -383,27 +384,34 @@ def test_shards_of_other_weights_are_refused(checkpoint, make_policy, tokenizer,
     [
         ("auto", FullyShardedDataParallel, 8_000_000_000, True),
         ("auto", FullyShardedDataParallel, 1_000_000_000, False),
-        ("auto", ZeRO, 8_000_000_000, False),
         ("auto", Parallel, 8_000_000_000, False),
         ("whole", FullyShardedDataParallel, 8_000_000_000, False),
         ("sharded", Parallel, 1, True),
     ],
 )
-def test_large_policies_of_fsdp_are_not_gathered_by_themselves(asked, kind, parameters, shards):
-    assert async_checkpoint.writes_shards(asked, kind, parameters) is shards
+def test_large_policies_of_fsdp_are_not_gathered_by_themselves(make_args, asked, kind, parameters, shards):
+    args = make_args(checkpoint_format=asked)
+    assert async_checkpoint.writes_shards(args, kind, parameters) is shards
+    offloads = replace(args, parallel=ParallelConfig(cpu_offload=True))
+    assert async_checkpoint.writes_shards(offloads, kind, parameters) is (asked == "sharded")
+
+    class Spread(ZeRO):
+        is_sharded = True  # as its third stage is
+
+    assert async_checkpoint.writes_shards(args, Spread, parameters) is (asked == "sharded")
 
 
 def test_zero_neither_writes_shards_nor_reads_them(checkpoint, make_policy, tokenizer, prompts, make_args, monkeypatch):
     for strategy in ("zero1", "zero2", "zero3"):
         with pytest.raises(
-            ConfigError, match=rf'checkpoint_format: got \'sharded\'; must be "whole" with .*{strategy}'
+            ConfigError, match=rf'checkpoint_format: got \'sharded\'; must be "whole" or "auto" with .*{strategy}'
         ):
             make_args(checkpoint_format="sharded", parallel=ParallelConfig(strategy, ranks=2), total_episodes=96)
 
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     for ranks, refused in ((1, False), (2, True)):
         args = make_args(checkpoint_format="sharded", parallel=ParallelConfig(ranks=ranks), total_episodes=96)
-        right = 'must be "whole" with parallel.strategy "zero2"'
+        right = 'must be "whole" or "auto" with parallel.strategy "zero2"'
         with pytest.raises(ConfigError, match=right) if refused else nullcontext():
             make_parallel(args, Ranks(0, ranks))
 

@@ -6,6 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +56,17 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
     _require_answers(config, part)
     scores = {int(n): float(score) for n, score in config.what_if.items()}
     start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
-    _say_from(part.checkpoint, start, config.batch)
+    _say_from(part, start)
     with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
         found = Repetition.of(part, Path(scratch, "run"), keep=bool(scores))
         ours = found.course.metrics
         both = [batch for batch in ours if batch in logged]
-        require_equal([ours[batch] for batch in both], [logged[batch] for batch in both])
+        _require_as_logged(ours, logged, config.batch)
         other = None
         if scores:
             logger.info("explain: repeats them with the scores of what_if")
-            other = Repetition.of(part, Path(scratch, "what_if"), keep=True, scores=scores).course
+            again = replace(part, window=range(0))
+            other = Repetition.of(again, Path(scratch, "what_if"), keep=True, scores=scores).course
     account = {
         "run": str(run),
         "batch": config.batch,
@@ -100,16 +102,15 @@ def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> P
 
 
 def _require_answers(config: ExplainConfig, part: Part) -> None:
-    """Require that the batch has these completions, and that what follows other scores needs nobody's answer."""
+    """Require that the batch has these completions, and that with other scores nobody has to answer anew."""
     train = part.original.train
     most = train.batch_size * train.samples_per_prompt
     highest = max(map(int, config.what_if), default=0)
     right = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
     require(highest <= most, "what_if", config.what_if, right)
     answers = train.feedback.ask is not None or (part.run / EPISODES).is_file()
-    alone = not config.what_if or config.after == 0 or not answers
-    right = "must be 0 with what_if in a run whose environments or people answered: they would be asked something else"
-    require(alone, "after", config.after, right)
+    right = "must be empty for a run whose environments or people answered: they would be asked something else"
+    require(not config.what_if or not answers, "what_if", config.what_if, right)
 
 
 def _require_one_rank(run: Path, original: RunConfig) -> None:
@@ -123,12 +124,25 @@ def _require_one_rank(run: Path, original: RunConfig) -> None:
         )
 
 
-def _say_from(checkpoint: Path | None, start: int, batch: int) -> None:
-    repeats = f"{batch - start} {'batch' if batch - start == 1 else 'batches'}"
-    if checkpoint is None:
-        logger.info("explain: there is no checkpoint before batch %d; repeats %s from the beginning", batch, repeats)
+def _require_as_logged(ours: Mapping[int, Line], logged: Mapping[int, Line], batch: int) -> None:
+    """Require that what was repeated equals what the run had logged."""
+    for after in (False, True):
+        both = [each for each in ours if each in logged and (each > batch) is after]
+        try:
+            require_equal([ours[each] for each in both], [logged[each] for each in both])
+        except ReplayDiffersError as error:
+            told = f"; --after 0 repeats no batch after {batch}" if after else ""
+            raise ReplayDiffersError(f"{error}{told}") from error
+
+
+def _say_from(part: Part, start: int) -> None:
+    count, later = part.batch - start, part.last - part.batch
+    repeats, after = f"{count} {'batch' if count == 1 else 'batches'}", f", and {later} later" if later else ""
+    if part.checkpoint is None:
+        told = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s"
+        logger.info(told, part.batch, repeats, after)
     else:
-        logger.info("explain: repeats %s from %s", repeats, checkpoint.name)
+        logger.info("explain: repeats %s from %s%s", repeats, part.checkpoint.name, after)
 
 
 def _taken_apart(

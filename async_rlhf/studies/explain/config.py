@@ -23,7 +23,7 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
     """The batch, from 1, whose update is explained."""
     top: int = key(5, at_least(0))
     """How many completions, or pairs, are left out in turn: those with the largest contributions. Each costs another
-    update. They are ranked by what the update is without them."""
+    update. They are ranked by how much the update changes without them."""
     after: int = key(5, at_least(0))
     """How many later batches are repeated too, as far as the run has them: to see what the batch's gradient does there
     as momentum, and what becomes of the run with what_if."""

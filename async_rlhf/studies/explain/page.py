@@ -186,7 +186,7 @@ def _what_if(account: Mapping[str, Any]) -> Iterator[str]:
     yield "  The run was repeated with it. Each pair of columns: the run as it was, and with it. Change and cosine: of"
     yield "  that batch's update. KL: from the policy as it was to the one with it, in nats a token of this batch."
     both = f"{'was':>8} {'is':>8}"
-    yield f"  {'':>5}  {'score':<17}  KL of reference"
+    yield f"  {'':>5}  {'score':<17}  KL to reference"
     yield f"  {'batch':>5}  {both}  {both} {'others':>9} {'change':>7} {'cosine':>7} {'KL':>8}"
     for row in found["batches"]:
         pairs = "  ".join(f"{_decimal(row[k]['was']):>8} {_decimal(row[k]['is']):>8}" for k in ("score", "kl"))
