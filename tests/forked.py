@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -64,6 +65,7 @@ def _call(target: Callable[..., None], words: Any, log: Path, environment: dict[
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()  # a crash of a library says where it was
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     target(*words)
 
