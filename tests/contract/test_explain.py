@@ -145,9 +145,11 @@ def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
     true = lines[3]["loss/policy_avg"]
     lines[3]["loss/policy_avg"] = true + 1e-7
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ReplayDiffersError, match=rf"batch 4: loss/policy_avg is {true!r}, was .* \(1 metrics differ\)"):
+    with pytest.raises(
+        ReplayDiffersError, match=rf"batch 4: loss/policy_avg is {true!r}, was .* \(1 metrics differ\)$"
+    ):
         run_explain(ExplainConfig(str(run), batch=4))
-    with pytest.raises(ReplayDiffersError, match="batch 4: loss/policy_avg"):
+    with pytest.raises(ReplayDiffersError, match="batch 4: loss/policy_avg.*; --after 0 repeats no batch after 3$"):
         run_explain(ExplainConfig(str(run), batch=3))
     run_explain(ExplainConfig(str(run), batch=3, after=0, top=0, output_dir=str(run / "elsewhere")))
     assert not (run / "explain").exists()

@@ -26,7 +26,7 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
-from async_rlhf import ParallelConfig
+from async_rlhf import LoRAConfig, ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
 from async_rlhf.distributed.collectives import Ranks
@@ -399,6 +399,19 @@ def test_large_policies_of_fsdp_are_not_gathered_by_themselves(make_args, asked,
         is_sharded = True  # as its third stage is
 
     assert async_checkpoint.writes_shards(args, Spread, parameters) is (asked == "sharded")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_large_is_what_is_trained_and_not_what_is_below_adapters(
+    make_policy, tokenizer, prompts, make_args, monkeypatch, rank
+):
+    policy = make_policy()
+    args = make_args(lora=LoRAConfig(rank=rank), save_steps=1)
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    monkeypatch.setattr(async_checkpoint, "_LARGE", sum(each.numel() for each in policy.parameters()) // 2)
+    monkeypatch.setattr(trainer.learner.parallel, "is_sharded", True)
+    with async_checkpoint.saving(trainer.run) as saves:
+        assert (saves is None) is (rank > 0)
 
 
 def test_zero_neither_writes_shards_nor_reads_them(checkpoint, make_policy, tokenizer, prompts, make_args, monkeypatch):
