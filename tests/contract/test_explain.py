@@ -149,7 +149,7 @@ def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
         ReplayDiffersError, match=rf"batch 4: loss/policy_avg is {true!r}, was .* \(1 metrics differ\)$"
     ):
         run_explain(ExplainConfig(str(run), batch=4))
-    with pytest.raises(ReplayDiffersError, match="batch 4: loss/policy_avg.*; --after 0 repeats no batch after 3$"):
+    with pytest.raises(ReplayDiffersError, match=r"batch 4: loss/policy_avg.*; --after 0 repeats no batch after 3$"):
         run_explain(ExplainConfig(str(run), batch=3))
     run_explain(ExplainConfig(str(run), batch=3, after=0, top=0, output_dir=str(run / "elsewhere")))
     assert not (run / "explain").exists()
