@@ -307,13 +307,13 @@ def _prepared(
 
 
 def _publish(stage: Stage, run: Training, folder: Path, results: dict[str, Any]) -> None:
-    model, parallel = run.learner.policy, run.learner.parallel
+    model, parallel, dtype = run.learner.policy, run.learner.parallel, getattr(torch, run.config.export_dtype)
     parallel.barrier("publishing", model)
     if not run.ranks.is_main:
-        write_model(model, run.tokenizer, stage.folder, parallel)  # rank 0 writes
+        write_model(model, run.tokenizer, stage.folder, parallel, dtype)  # rank 0 writes
         return
     with stage.publish_folder(results) as place:
-        write_model(model, run.tokenizer, place, parallel)
+        write_model(model, run.tokenizer, place, parallel, dtype)
         shutil.copy2(folder / METRICS, place / METRICS)
         if (logs := folder / _LOGS).is_dir() and any(logs.iterdir()):
             shutil.copytree(logs, place / _LOGS)

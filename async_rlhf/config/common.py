@@ -83,6 +83,11 @@ class TrainingConfig(ModelCodeConfig):
     bf16: Literal["auto", True, False] = key("auto", without_gpu=False)
     """Forward and backward under bfloat16 autocast; the weights stay float32. "auto" is true on a GPU that has
     bfloat16, and the log says so; elsewhere, and with fp16, false."""
+    export_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", may_change="it decides how the final model is written"
+    )
+    """The type of the final model's files. "bfloat16" halves them; they then hold what generators in bfloat16 sample
+    from. Checkpoints, a value model, and adapters beside the model stay in the type that is trained."""
     report_to: list[str] = key([], role="log")
     """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     resume: bool = key(False, role="place", main="output")

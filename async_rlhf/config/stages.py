@@ -127,7 +127,7 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
         same = (
             *("max_tokens_per_pass", "learning_rate", "lr_scheduler_type", "weight_decay", "bf16", "report_to"),
             *("gradient_checkpointing", "save_steps", "seed", "device", "parallel", "trust_remote_code"),
-            "checkpoint_format",
+            *("checkpoint_format", "export_dtype"),
         )
         by_tokens = self.max_tokens_per_pass not in (None, "on_gpu")
         return OnlineConfig(

@@ -21,33 +21,42 @@ from async_rlhf.models.conversion import layer_of
 from async_rlhf.models.loading import quietly, stop_token_ids
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
-from async_rlhf.models.weights import collected_weights, iterate_weights
+from async_rlhf.models.weights import collected_weights, iterate_weights, kept_dtype
 
 FILE_BYTES = 1 << 31
 """Of the weights in one file, unless a layer has more; while it is written, memory holds it twice."""
 
 
 def write_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, parallel: Parallel = ALONE
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    parallel: Parallel = ALONE,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write model and tokenizer into a folder, adapters merged; a language model's adapters are also written beside it.
 
     A reward or value model's adapters are not: without its head, which is trained too, they would be no model. The
     generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank of
-    ``parallel`` must call it with the same folder; rank 0 writes.
+    ``parallel`` must call it with the same folder; rank 0 writes. Weights are rounded to ``dtype``, but not buffers.
     """
     adapters = None
     if has_adapters(model) and model.can_generate():
         adapters = collected_weights(model, True, parallel)
-    others = has_adapters(model) or parallel.is_sharded or is_quantised(model)
+    rounded = dtype not in (None, model.dtype)
+    others = has_adapters(model) or parallel.is_sharded or is_quantised(model) or rounded
     tensors = iterate_weights(model, parallel=parallel) if others and parallel.takes_part else None
     if not parallel.ranks.is_main:
         deque(tensors or (), maxlen=0)  # gathers what rank 0 writes
         return
     if model.can_generate():
         model.generation_config = _that_stops(model, tokenizer)
-    if parallel.is_sharded or is_quantised(model):  # it has another class then, and hooks, or no such weights
+    if dtype is not None and rounded and tensors is not None:
+        buffers = dict(model.named_buffers())
+        tensors = ((name, tensor.to(kept_dtype(name, tensor, buffers, dtype))) for name, tensor in tensors)
+    if parallel.is_sharded or is_quantised(model) or rounded:  # it has another class, hooks, other weights
         model = plain_copy(model, tokenizer, parallel)
+        model = model.to(dtype) if rounded else model
     write_copy(model, tokenizer, folder, tensors, adapters)
 
 

@@ -268,13 +268,15 @@ def _sample_of(row: dict[str, Any]) -> Sample:
     return Sample(**{**row, **arrays, "starts": tuple(row.get("starts", ()))})
 
 
-def save_learner(learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_learner(
+    learner: Learner, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype | None = None
+) -> None:
     """Write the policy in the standard format, and the value model or head into ``value_model``.
 
-    Every rank must call it; rank 0 writes.
+    Every rank must call it; rank 0 writes. The policy's weights are rounded to ``dtype``.
     """
     learner.ranks.barrier("saving")
-    write_model(learner.policy, tokenizer, folder, learner.parallel)
+    write_model(learner.policy, tokenizer, folder, learner.parallel, dtype)
     if isinstance(learner.value, PreTrainedModel):
         write_model(learner.value, tokenizer, folder / "value_model", learner.parallel)
     elif learner.value is not None:

@@ -94,12 +94,12 @@ class Loop:
         """Whether answers of an evaluation are under way."""
         return False
 
-    def _write(self, folder: Path, resume: ResumeState | None = None) -> None:
+    def _write(self, folder: Path, resume: ResumeState | None = None, dtype: torch.dtype | None = None) -> None:
         """Write policy, callbacks' state and any ``resume`` as one folder. All ranks gather weights; rank 0 writes."""
         run = self.run
         self._finish_save(wait=True)
         run.require_folder()
-        policy = partial(save_learner, run.learner, run.tokenizer)
+        policy = partial(save_learner, run.learner, run.tokenizer, dtype=dtype)
         if run.ranks.is_main:
             more = [] if resume is None else [resume.write]
             write_whole(folder, [policy, run.callbacks.save_state, *self._beside, *more])
@@ -222,7 +222,7 @@ class TrainingLoop(Loop):
             started = time.monotonic()
             if self._after_batch(scored, metrics):
                 break
-        self._write(run.folder.path / FINAL)
+        self._write(run.folder.path / FINAL, dtype=getattr(torch, run.config.export_dtype))
         run.callbacks.end()
         return run.ranks.broadcast("final state", lambda: run.callbacks.state)
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from async_rlhf.algorithms.best_of_k import BEST_OF_K
@@ -201,7 +202,7 @@ class OnlineTrainer:
         """
         run = self.run
         folder = run.folder.path / FINAL if output_dir is None else Path(output_dir).expanduser()
-        policy = partial(save_learner, run.learner, run.tokenizer)
+        policy = partial(save_learner, run.learner, run.tokenizer, dtype=getattr(torch, run.config.export_dtype))
         if run.ranks.is_main:
             folder.parent.mkdir(parents=True, exist_ok=True)
             write_whole(folder, [policy])

@@ -142,6 +142,7 @@ LONGER_OR_KEPT = {"total_episodes", "save_steps", "save_total_limit", "metric_fo
 SERVED = {"engine": "vllm", "placement": "server", "urls": ["http://a"]}
 LONGER_OR_KEPT |= {
     "batches",
+    "export_dtype",
     "eval_steps",
     "eval_temperature",
     "eval_samples_per_prompt",

@@ -30,9 +30,10 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     runs = [{"folder": str(folder), "name": name, **OPTIONS, **changes} for name, changes in RUNS.items()]
     small = [{**run, "name": f"{run['name']} in small files", "file_bytes": SMALL} for run in runs]
+    half = [{**small[i], "name": f"{small[i]['name']} in 16 bits", "export_dtype": "bfloat16"} for i in (0, 1)]
     resumed = {"resume_from": str(folder / "zero3 in small files" / "checkpoint-1"), "resume_anyway": True}
     again = {**small[1], "name": "again", **resumed}
-    finish(launch([*runs, *small, again], 2, folder / "log"), folder / "log", 400)
+    finish(launch([*runs, *small, *half, again], 2, folder / "log"), folder / "log", 400)
     return folder
 
 
@@ -49,6 +50,15 @@ def test_small_files_hold_what_one_does_bit_for_bit(folder, name):
         assert all(torch.equal(written[key], right[key]) for key in right)
         ours, theirs = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (small, whole))
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero3"])
+def test_the_last_policy_may_be_rounded(folder, name):
+    files = (folder / f"{name} in small files in 16 bits" / "final").glob("*.safetensors")
+    ours = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    theirs = weights_of(folder / name)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[key].to(torch.bfloat16)) for key, tensor in ours.items())
 
 
 def test_a_run_goes_on_from_small_files(folder):

@@ -11,7 +11,7 @@ from tiny import LLAMA_SIZES, mixture, new_policy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.models import saving
-from async_rlhf.models.saving import write_copy
+from async_rlhf.models.saving import write_copy, write_model
 from async_rlhf.models.weights import iterate_weights
 
 SMALL = 20_000
@@ -72,3 +72,19 @@ def test_what_fits_into_one_file_is_the_file_of_save_pretrained(tmp_path, tokeni
     ours, right = (tmp_path / name / "model.safetensors" for name in ("file", "right"))
     assert ours.read_bytes() == right.read_bytes()
     assert not (tmp_path / "file" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "tied", "mixtral", "qwen3_moe"])
+def test_files_in_bfloat16_hold_rounded_weights(kind, tmp_path, tokenizer):
+    model = made(kind)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    write_model(model, tokenizer, tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert size == pytest.approx(2 * sum(p.numel() for p in model.parameters()), abs=8_000)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert tokenizer.eos_token_id in found.generation_config.eos_token_id
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    assert found.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in found.state_dict().items())

@@ -173,6 +173,14 @@ def test_keys_that_change_no_weight_may_change_on_resume(sft, tmp_path):
     assert same_weights(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_a_stage_s_model_may_be_written_in_bfloat16(sft, tmp_path):
+    run_sft(sft)
+    run_sft(replace(sft, output_dir=str(tmp_path / "half"), export_dtype="bfloat16"))
+    whole, half = weights(tmp_path / "whole"), weights(tmp_path / "half")
+    assert whole.keys() == half.keys()
+    assert all(torch.equal(tensor.to(torch.bfloat16), half[name]) for name, tensor in whole.items())
+
+
 def test_a_signal_saves_and_ends_and_an_older_format_is_refused(sft, tmp_path, monkeypatch):
     """SIGTERM in the third step, without save_steps."""
     whole = run_sft(sft)

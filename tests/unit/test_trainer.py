@@ -113,6 +113,17 @@ def test_checkpoints_load_anywhere_and_generation_from_them_stops(make_policy, t
     assert (state.global_step, state.episode, state.completions) == (3, 24, 48)
 
 
+def test_a_run_s_last_policy_is_rounded_and_its_checkpoints_are_not(make_policy, tokenizer, prompts, make_args):
+    args = make_args(save_steps=3, export_dtype="bfloat16")
+    trainer, _, _ = train(make_policy, tokenizer, prompts, args)
+    trainer.save_model(str(Path(args.output_dir).parent / "by hand"))
+    own = trainer.model.state_dict()
+    for name, dtype in (("checkpoint-6", torch.float32), ("final", torch.bfloat16), ("../by hand", torch.bfloat16)):
+        found = AutoModelForCausalLM.from_pretrained(Path(args.output_dir) / name, dtype="auto")
+        assert {parameter.dtype for parameter in found.parameters()} == {dtype}
+        assert all(torch.equal(tensor, own[key].to(dtype)) for key, tensor in found.named_parameters())
+
+
 def test_the_learning_rate_follows_optimiser_steps_and_the_last_step_still_learns(
     make_policy, tokenizer, prompts, make_args
 ):
