@@ -1,0 +1,108 @@
+"""recipes/science/impulse.py: its branches are the run, bit for bit, but for the batches that are to be old."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import PROMPTS, byte_tokenizer, new_policy
+
+from async_rlhf.models.saving import write_model
+
+PLACE = Path(__file__).parents[2] / "recipes" / "science" / "impulse.py"
+SPEC = importlib.util.spec_from_file_location("impulse", PLACE)
+impulse = sys.modules["impulse"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(impulse)
+REWARD = """
+def letters(prompts, completions, **columns):
+    return [sum(c.isascii() and c.isalpha() for c in text) + 0.01 * len(text) for text in completions]
+"""
+BATCHES = range(1, 7)
+
+
+@pytest.fixture
+def study(tmp_path):
+    write_model(new_policy(), byte_tokenizer(), tmp_path / "policy")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    held_out = [{"query": row["query"], "answer": "ab"} for row in PROMPTS]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    (tmp_path / "reward.py").write_text(REWARD)
+    base = {
+        "model": str(tmp_path / "policy"),
+        "data": {"train": str(tmp_path / "prompts.jsonl")},
+        "reward_funcs": [f"{tmp_path / 'reward.py'}:letters"],
+        "train": {
+            "output_dir": "replaced",
+            "staleness": 0,
+            "completions_per_batch": 8,
+            "samples_per_prompt": 2,
+            "batches": len(BATCHES),
+            "per_device_train_batch_size": 8,
+            "learning_rate": 1.0e-3,
+            "lr_scheduler_type": "constant",
+            "generation": {"response_length": 6, "placement": "inline"},
+        },
+    }
+    (tmp_path / "base.yml").write_text(yaml.safe_dump(base))
+    keys = {"algorithm": "rloo"}
+    return impulse.Study(tmp_path / "base.yml", "rloo", keys, 0, tmp_path / "held_out.jsonl", tmp_path / "out")
+
+
+def run(study, branch=impulse.AS_IT_IS, known=None, **changes):
+    """The weights after each batch."""
+    versions = dict(known or {})
+    study.run("other" if known else "base", branch, BATCHES, versions, **changes)
+    return versions
+
+
+def same(ours, theirs) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+def test_a_run_whose_batches_are_all_old_is_the_run_at_that_staleness(study):
+    assert study.run("base", impulse.Branch(1, 6, age=2), BATCHES, {}).keys() == set(BATCHES)
+    ours, theirs = run(study, impulse.Branch(1, 6, age=2)), run(study, staleness=2)
+    assert all(same(ours[batch], theirs[batch]) for batch in range(7))
+    assert not same(ours[6], run(study)[6])
+
+
+def test_a_branch_is_the_run_but_for_what_is_exchanged(study):
+    whole = run(study, save_steps=2)
+    start = {"resume_from": str(study.out / "base" / "checkpoint-2")}
+    again = run(study, known=whole, **start)
+    assert all(same(again[batch], whole[batch]) for batch in range(7))
+    for branch in (impulse.Branch(4, age=2), impulse.Branch(4, other=True)):
+        other = run(study, branch, whole, **start)
+        assert [same(other[batch], whole[batch]) for batch in range(3, 7)] == [True, False, False, False]
+    # What is old is sampled by the weights of the run itself: batch 5 by version 2, which the branch shares.
+    two, one = (run(study, impulse.Branch(4, count, age=2), whole, **start) for count in (2, 1))
+    assert same(two[4], one[4])
+    assert not same(two[5], one[5])
+
+
+def test_every_batch_has_branches_that_end_in_time():
+    found = list(impulse.branches(128))
+    assert len(set(map(str, map(asdict, found)))) == len(found)
+    assert {branch.first for branch in found if branch.count == 1} == {25, 37, 49, 61, 73, 85, 97, 109, 121}
+    assert {branch.count for branch in found} == {1, *impulse.IN_A_ROW}
+    assert all(branch.first + branch.count - 1 + 16 <= 128 for branch in found if branch.count > 1)
+
+
+def test_the_probability_of_an_answer_is_the_model_s(study):
+    trainer = impulse.make_trainer(study.config("base", {}))
+    rows = [json.loads(line) for line in study.held_out.read_text().splitlines()]
+    found = []
+    for row in rows:
+        tokens = [*byte_tokenizer()(row["query"] + " ab")["input_ids"], 256]
+        with torch.no_grad():
+            logits_TV = trainer.model(torch.tensor([tokens])).logits[0] / trainer.args.generation.temperature
+        asked = range(len(tokens) - 4, len(tokens))
+        found.append(sum(logits_TV[t - 1].log_softmax(-1)[tokens[t]].item() for t in asked))
+    expected = sum(torch.tensor(found).exp()) / len(rows)
+    assert impulse.Answers(rows, trainer).probability(trainer) == pytest.approx(expected.item(), rel=1e-4)
