@@ -12,13 +12,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 from scipy.special import expit, logit
 
-from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval
+from async_rlhf.commands.evaluation.statistics import (
+    Interval,
+    clustered_mean_interval,
+    crossed_mean_interval,
+    mean_interval,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "science.md"
 DATA = PAGE.with_suffix("")
@@ -44,7 +49,11 @@ def read(name: str) -> list[Judged]:
 
 
 def keep(name: str, results: Path) -> None:
-    """Write a sweep's results as compact lines, a run each."""
+    """Write results as compact lines: those of a sweep, a run each, or of impulse.py and drift.py."""
+    if name in ("impulse", "drift"):
+        rows = map(json.loads, results.read_text().splitlines())
+        DATA.joinpath(f"{name}.jsonl").write_text("".join(f"{json.dumps(compact(row))}\n" for row in rows))
+        return
     lines = []
     for row in map(json.loads, results.read_text().splitlines()):
         assert set(row["scores"]) <= {0.0, 1.0}, "only right or wrong answers are kept"
@@ -53,6 +62,13 @@ def keep(name: str, results: Path) -> None:
         lines.append(json.dumps({"setting": row["setting"], "seed": row["seed"], "kl": kl, "scores": scores}))
     DATA.mkdir(exist_ok=True)
     (DATA / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def compact(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of recipes/science/impulse.py or drift.py; of a whole run only its end."""
+    right = row.get("right", {})
+    last = {} if row.get("kind") == "branch" else dict(list(right.items())[-1:])
+    return {**row, "right": last or right} if right else row
 
 
 def within(interval: Interval) -> Interval:
@@ -159,11 +175,71 @@ def pair_losses() -> Iterator[str]:
         yield f"| {' | '.join([*cells, f'{kls[0]:.2f}, {kls[1]:.2f}', str(len(base))])} |"
 
 
+def impulse() -> Iterator[str]:
+    """What some old batches in a row change, just after them and later; the seeds are the clusters."""
+    rows = [json.loads(line) for line in (DATA / "impulse.jsonl").read_text().splitlines()]
+    branches = [row for row in rows if row["kind"] == "branch"]
+    yield "| objective | batches in a row | sampled by | just after | 4 later | 16 later | branches |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for objective in dict.fromkeys(row["objective"] for row in rows):
+        kinds = sorted({(row["count"], row["age"], row["other"]) for row in branches if row["objective"] == objective})
+        for count, age, other in kinds:
+            wanted = {"objective": objective, "count": count, "age": age, "other": other}
+            some = [row for row in branches if wanted.items() <= row.items()]
+            how = "the same weights, other random numbers" if other else f"weights of {age} batches before"
+            cells = [objective, str(count), how]
+            for later in (0, 4, 16):
+                found = [(row["right"].get(str(row["first"] + count - 1 + later)), row["seed"]) for row in some]
+                values, seeds = zip(*((value, seed) for value, seed in found if value is not None), strict=True)
+                cells.append(told(clustered_mean_interval(values, seeds), "+.3f"))
+            yield f"| {' | '.join([*cells, str(len(some))])} |"
+
+
+def whole_runs() -> Iterator[str]:
+    """The runs that branches are taken from, and those in which every batch is old."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in map(json.loads, (DATA / "impulse.jsonl").read_text().splitlines()):
+        if row["kind"] != "branch":
+            found[row["objective"], row["kind"]].extend(row["right"].values())
+    yield "| objective | S = 0 | S = 4 | S = 16 | seeds |"
+    yield "| --- | --- | --- | --- | --- |"
+    for objective in dict.fromkeys(objective for objective, _ in found):
+        base = found[objective, "base"]
+        changes = (np.subtract(found[objective, f"S = {age}"], base).tolist() for age in (4, 16))
+        cells = [told(mean_interval(base), ".3f"), *(told(mean_interval(change), "+.3f") for change in changes)]
+        yield f"| {' | '.join([objective, *cells, str(len(base))])} |"
+
+
+def drift() -> Iterator[str]:
+    """How far a synchronous policy moves in S batches, beside what staleness S cost."""
+    moved: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
+    for row in map(json.loads, (DATA / "drift.jsonl").read_text().splitlines()):
+        moved[row["objective"], row["age"]].append(row)
+    groups = grouped(read("robustness"))
+    ages = [age for age in sorted({age for _, age in moved}) if any(int(known) == age for _, known in groups)]
+    yield "| objective | S | KL | ESS | second moment | minus S = 0 |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    told_of: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
+    for (objective, age), rows in moved.items():
+        if age in ages:
+            kl, ess, second = (fmean(row[name] for row in rows) for name in ("kl", "ess", "second_moment"))
+            change = crossed_mean_interval(lost(groups, objective, str(age)).tolist())
+            told_of[age].append((kl, ess, second, change.estimate))
+            yield f"| {objective} | {age} | {kl:.2f} | {ess:.2f} | {second:.2f} | {told(change, '+.3f')} |"
+    for age, found in told_of.items():
+        *measures, changes = zip(*found, strict=True)
+        ranks = (f"{stats.spearmanr(measure, changes).statistic:+.2f}" for measure in measures)
+        yield f"| rank correlation with what is lost | {age} | {' | '.join(ranks)} | |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "rates": rates,
     "robustness": robustness,
     "primary": primary,
     "pair_losses": pair_losses,
+    "impulse": impulse,
+    "whole_runs": whole_runs,
+    "drift": drift,
 }
 
 
