@@ -45,7 +45,7 @@ def write_model(
         adapters = collected_weights(model, True, parallel)
     rounded = dtype not in (None, model.dtype)
     others = has_adapters(model) or parallel.is_sharded or is_quantised(model) or rounded
-    tensors = iterate_weights(model, parallel=parallel) if others and parallel.takes_part else None
+    tensors = iterate_weights(model, parallel=parallel, dtype=dtype) if others and parallel.takes_part else None
     if not parallel.ranks.is_main:
         deque(tensors or (), maxlen=0)  # gathers what rank 0 writes
         return
