@@ -1,4 +1,4 @@
-"""The tables of docs/science.md from the scores that its runs were judged by, which are in docs/science.
+"""The tables of docs/science.md and docs/stale_batches.md from their data, which are in docs/science.
 
 python scripts/science.py                                             # print every table
 python scripts/science.py keep robustness runs/science/robustness/results.jsonl    # take a sweep's results over
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ from async_rlhf.commands.evaluation.statistics import (
     mean_interval,
 )
 
-PAGE = Path(__file__).parents[1] / "docs" / "science.md"
-DATA = PAGE.with_suffix("")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = DOCS / "science.md", DOCS / "stale_batches.md"
+DATA = DOCS / "science"
 PRIMARY = ("online_dpo", "online_dpo, anchored")
 """What one loses to staleness less what the other does: named in recipes/science/robustness.yml before the runs."""
 
@@ -243,15 +245,14 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def page() -> str:
-    """docs/science.md with each table after the line that names it."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in TABLES.items():
+def page(path: Path) -> str:
+    """A page with each table after the line that names it."""
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(r"<!-- (?!end)(\w+) -->", text):
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        assert mark, f"{PAGE} has no place for {name}"
-        assert end, f"{PAGE} has no end of {name}"
-        text = f"{before}{mark}\n" + "\n".join(table()) + f"\n\n{end}{after}"
+        assert end, f"{path} has no end of {name}"
+        text = f"{before}{mark}\n" + "\n".join(TABLES[name]()) + f"\n\n{end}{after}"
     return text
 
 
@@ -262,7 +263,8 @@ def main() -> None:
     if words:
         _, name, results = words
         keep(name, Path(results))
-    PAGE.write_text(page(), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(page(path), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,14 @@ science = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(science)
 
 
-def test_the_page_has_the_tables_that_its_data_give():
-    assert science.page() == science.PAGE.read_text(encoding="utf-8"), "python scripts/science.py"
+@pytest.mark.parametrize("path", science.PAGES, ids=lambda path: path.stem)
+def test_a_page_has_the_tables_that_its_data_give(path):
+    assert science.page(path) == path.read_text(encoding="utf-8"), "python scripts/science.py"
+
+
+def test_every_table_is_on_a_page():
+    text = "".join(path.read_text(encoding="utf-8") for path in science.PAGES)
+    assert all(text.count(f"<!-- {name} -->") == 1 for name in science.TABLES)
 
 
 def test_the_page_has_the_power_that_its_data_give():
@@ -27,7 +33,7 @@ def test_the_page_has_the_power_that_its_data_give():
     command = [sys.executable, script, science.DATA / "robustness.jsonl", '{"train.staleness": "0"}']
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.count("\n") == 14
-    assert printed in science.PAGE.read_text(encoding="utf-8")
+    assert printed in science.PAGES[0].read_text(encoding="utf-8")
 
 
 def test_every_run_has_judged_the_same_prompts():
