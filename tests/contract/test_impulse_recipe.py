@@ -1,11 +1,12 @@
-"""recipes/science/impulse.py: its branches are the run, bit for bit, but for the batches that are to be old."""
+"""Branches of recipes/science/impulse.py are the run, bit for bit, but for the batches that are to be old; drift.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,18 @@ from tiny import PROMPTS, byte_tokenizer, new_policy
 
 from async_rlhf.models.saving import write_model
 
-PLACE = Path(__file__).parents[2] / "recipes" / "science" / "impulse.py"
-SPEC = importlib.util.spec_from_file_location("impulse", PLACE)
-impulse = sys.modules["impulse"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(impulse)
+PLACE = Path(__file__).parents[2] / "recipes" / "science"
+
+
+def recipe(name):
+    spec = importlib.util.spec_from_file_location(name, PLACE / f"{name}.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+impulse = recipe("impulse")
+drift = recipe("drift")
 REWARD = """
 def letters(prompts, completions, **columns):
     return [sum(c.isascii() and c.isalpha() for c in text) + 0.01 * len(text) for text in completions]
@@ -106,3 +115,35 @@ def test_the_probability_of_an_answer_is_the_model_s(study):
         found.append(sum(logits_TV[t - 1].log_softmax(-1)[tokens[t]].item() for t in asked))
     expected = sum(torch.tensor(found).exp()) / len(rows)
     assert impulse.Answers(rows, trainer).probability(trainer) == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_policy_that_hardly_moves_has_ratios_of_1(study, monkeypatch):
+    monkeypatch.setattr(drift, "AGES", (1, 4))
+    still, moved = (
+        list(drift.drifts(replace(study, keys={**study.keys, "train.learning_rate": r}))) for r in (1e-9, 0.01)
+    )
+    assert [row["batches"] for row in moved] == [5, 2]
+    assert all(abs(row["kl"]) < 1e-3 and row["ess"] > 0.999 for row in still)
+    assert 0.01 < moved[0]["kl"] < moved[1]["kl"]
+    assert moved[1]["ess"] < 0.9
+
+
+def test_measures_of_ratios_are_those_of_the_model_s_probabilities(study):
+    trainer = impulse.make_trainer(study.config("base", {"learning_rate": 0.01}))
+    seen = drift.Seen(trainer)
+    trainer.add_callback(seen)
+    drift.train(replace(trainer.run, scorer=seen))
+    samples = seen._samples[-1]
+    changes, squares = [], []
+    for sample in samples:
+        tokens, temperature = torch.tensor(sample.tokens[None].tolist()), trainer.args.generation.temperature
+        with torch.no_grad():
+            logprobs_TV = (trainer.model(tokens).logits[0].double() / temperature).log_softmax(-1)
+        places = [t for t, drawn in enumerate(sample.sampled) if drawn]
+        ratios = [(logprobs_TV[t - 1, tokens[0, t]] - float(sample.logprobs[t])).item() for t in places]
+        changes.append(sum(ratios))
+        squares += [math.exp(2 * ratio) for ratio in ratios]
+    weights = [math.exp(change) for change in changes]
+    ess = sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)
+    expected = (-sum(changes) / len(changes), ess, sum(squares) / len(squares))
+    assert drift.ratios(trainer, samples) == pytest.approx(expected, rel=1e-4)

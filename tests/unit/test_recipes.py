@@ -107,6 +107,16 @@ def test_the_sweep_varies_one_key(tmp_path):
     assert {config.models["sft"] for config in judged} == {config.ref_model for config in judged} == {trained[0].model}
 
 
+def test_curves_of_sums(tmp_path):
+    for algorithm, lag in (("grpo", 0), ("grpo", 1), ("online_dpo", 0)):
+        folder = tmp_path / "runs" / f"algorithm={algorithm},staleness={lag},seed=0" / "train"
+        folder.mkdir(parents=True)
+        lines = [{"batch": b, "objective/scores": b / 20} for b in range(1, 13)] + [{"batch": 12, "eval_loss": 1.0}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_script("smollm/curves.py", tmp_path, "--output", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
 # Stand-ins
 
 
