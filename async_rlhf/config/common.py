@@ -24,7 +24,7 @@ TOKENS = Rule(lambda tokens: tokens in _WORDS or tokens >= 1, 'must be "auto", "
 TokensPerPass = int | Literal["auto"] | None
 TokensOnGPU = int | Literal["auto", "on_gpu"] | None
 _BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
-TEMPERATURE = (above(0), Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND))
+TEMPERATURE = (Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND),)
 """Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
 
 

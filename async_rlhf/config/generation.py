@@ -58,7 +58,7 @@ _IDS = Rule(lambda ids: min(ids, default=0) >= 0, "must be ids of tokens, at lea
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
 _SENDABLE = Rule(
     lambda text: text != HIDDEN and text.isascii() and text.isprintable() and "" != text == text.strip(),
-    "must be printable ASCII without spaces around it, such as: openssl rand -hex 32",
+    "must be printable ASCII without spaces around it: openssl rand -hex 32 prints a good one",
 )
 
 

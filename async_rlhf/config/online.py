@@ -161,8 +161,8 @@ class OnlineConfig(TrainingConfig):
     max_grad_norm: float = key(1.0, at_least(0))
     """Gradients are clipped to this norm; 0 turns clipping off."""
     fp16: bool = False
-    """The same in float16, for GPUs without bfloat16. The loss is scaled so that small gradients are not lost: a step
-    whose gradient overflows is skipped and halves the scale (`skipped_steps` and `loss_scale` in the log)."""
+    """As bf16, but in float16, for GPUs without bfloat16. The loss is scaled so that small gradients are not lost: a
+    step whose gradient overflows is skipped and halves the scale (`skipped_steps` and `loss_scale` in the log)."""
     head_float32: bool = False
     """With bf16 or fp16, compute the logits in float32, in the reference too: much of a token's log-probability error
     comes from the head."""
@@ -249,7 +249,7 @@ class OnlineConfig(TrainingConfig):
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     run_name: str | None = key(None, role="log")
-    """Name for those integrations."""
+    """The run's name for the integrations of report_to."""
     project: str | None = key(None, role="log")
     """The project of W&B or trackio, the experiment of MLflow; null for what $WANDB_PROJECT or $MLFLOW_EXPERIMENT_NAME
     says, or else "huggingface", as transformers has it."""

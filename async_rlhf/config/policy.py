@@ -18,8 +18,8 @@ class KLConfig(Checked):
     """The penalty that keeps the policy near the reference policy."""
 
     coef: float = key(0.05, at_least(0), IN_LOSS, main="training")
-    """Its coefficient; with 0 no reference policy is loaded. This and every other KL here compares the distributions at
-    generation.temperature, not at 1."""
+    """The coefficient of the KL penalty; with 0 no reference policy is loaded. This and every other KL here compares
+    the distributions at generation.temperature, not at 1."""
     where: Literal["reward", "loss"] = "reward"
     """ "reward" subtracts it from the reward, "loss" adds it to the loss."""
     estimator: Literal["k1", "k2", "k3"] = "k1"

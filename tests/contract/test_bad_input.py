@@ -103,7 +103,7 @@ NETWORK = ["--train.generation.weights_transport", "network"]
             ["--train.generation.placement", "inline", "--train.generation.engine", "vllm"],
             'staleness: got 1; must be 0 with generation.engine "vllm" and placement "inline"',
         ),
-        (["--train.generation.temperature", "0"], "temperature: got 0.0; must be above 0"),
+        (["--train.generation.temperature", "0"], "temperature: got 0.0; must be 0.001 to 1000"),
         (["--reward_funcs", "[no_colon]"], "reward_funcs: got 'no_colon'; must be \"module:function\""),
         (["--train.lr_scheduler_type", "lineer"], "train.lr_scheduler_type.*lineer"),
         (["--train.device", "gpu"], 'device: got \'gpu\'; must be "cpu", "cuda"'),
