@@ -20,7 +20,7 @@ from async_rlhf.config.base import dotted
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
 from async_rlhf.rewards.functions import name_loaded_by
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import whole_file, write_file
 from async_rlhf.system.versions import environment
 
 logger = logging.getLogger(__name__)
@@ -148,9 +148,7 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) ->
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
     now["command"] = without_secret_words(now["command"])
-    with whole_file(path) as file:
-        json.dump([*(earlier if goes_on else []), now], file, indent=1)
-        file.write("\n")
+    write_file(path, json.dumps([*(earlier if goes_on else []), now], indent=1) + "\n")
 
 
 def _starts(path: Path) -> list[dict[str, Any]] | None:
