@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from async_rlhf.commands.evaluation.tables import cell, columns_of
+from async_rlhf.commands.evaluation.tables import columns_of, filled
 from async_rlhf.config.secrets import HIDDEN, masked
 from async_rlhf.studies.report.reading import FREE_FORM, Evaluation, ReadRun
 
@@ -82,13 +82,10 @@ def evaluation(judged: Evaluation) -> Iterator[tuple[list[str], Rows, str]]:
     results = judged.results
     caption = f"{results.get('prompts', '')} held-out prompts, 95% intervals in brackets"
     for columns, human in columns_of(results):
-        models = {name: one for name, one in results["models"].items() if any(key in one for key in columns.values())}
-        shown = {head: key for head, key in columns.items() if any(key in one for one in models.values())}
-        if human and results.get("reference_response"):
-            models["(human)"] = results["reference_response"]
-        if shown:
-            rows = [[name, *(cell(key, one.get(key)) for key in shown.values())] for name, one in models.items()]
-            yield ["model", *shown], rows, caption
+        said = results.get("reference_response") or None
+        heads, rows = filled(columns, results["models"], said if human else None)
+        if rows:
+            yield heads, rows, caption
             caption = ""
 
 
