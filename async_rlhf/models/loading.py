@@ -95,10 +95,8 @@ def check_source(name: str | None, key: str) -> None:
     right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
     if Path(name).expanduser().exists():
         raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
-    if hub_name.count("/") != 1 or is_path(hub_name):
-        raise ConfigError(f"{key}: got {name!r}; there is no such folder; {right}")
-    if (why := why_nowhere(hub_name, "model")) is not None:
-        raise ConfigError(f"{key}: got {name!r}; {why}; {right}")
+    require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {right}")
+    require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {right}")
 
 
 def brings_code(kind: type) -> bool:
