@@ -370,9 +370,8 @@ def _likelihoods(
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
             found[name]["kl_to_reference"] = clustered_mean_interval(kl, clusters)._asdict()
             if distribution.temperature != 1.0:
-                reference_sums = _logprobs(
-                    model, one, config, Distribution(1.0), parallel, f"perplexity of {name} under the reference"
-                )
+                label = f"perplexity of {name} under the reference"
+                reference_sums = _logprobs(model, one, config, Distribution(1.0), parallel, label)
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
             found[name]["ppl_original"] = original_perplexity(-nats, one.rows)

@@ -153,9 +153,8 @@ def with_first_gpu(config: Config) -> Config:
 
 def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:
     """The configuration with ``max_prompt_length`` resolved."""
-    return replace(
-        config, max_prompt_length=sampling_prompt_cap(config, {f"models.{name}": at for name, at in models.items()})
-    )
+    by_key = {f"models.{name}": place for name, place in models.items()}
+    return replace(config, max_prompt_length=sampling_prompt_cap(config, by_key))
 
 
 def models_of(config: HeldOutConfig) -> dict[str, str]:

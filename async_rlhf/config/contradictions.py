@@ -22,10 +22,9 @@ def check_together(config: OnlineConfig) -> None:
     _check_sizes(config)
     name, supports = config.generation.engine, find(config.generation.engine).supports
     in_turn = config.generation.placement == "inline" and "policy" not in supports
-    right = (
-        f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns; use placement '
-    )
-    require(not in_turn or config.staleness == 0, "staleness", config.staleness, right + '"process"')
+    right = f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns'
+    right += '; use placement "process"'
+    require(not in_turn or config.staleness == 0, "staleness", config.staleness, right)
     for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
         given = getattr(config, name) != _default(config, name)
         require(config.push_to_hub or not given, name, getattr(config, name), "must be left out without push_to_hub")
@@ -93,14 +92,10 @@ def _check_sizes(config: OnlineConfig) -> None:
         require(agree, "batches", config.batches, right)
         return
     said = factors if completions is None else f"completions_per_batch {completions}"
-    nearest, episodes = (
-        max(1, round(config.total_episodes / config.batch_size)) * config.batch_size,
-        config.total_episodes,
-    )
-    right = (
-        f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as {nearest}; or say batches"
-    )
-    require(episodes % config.batch_size == 0, "total_episodes", episodes, right + " instead")
+    size, episodes = config.batch_size, config.total_episodes
+    nearest = max(1, round(episodes / size)) * size
+    right = f"must be a multiple of the batch of {size} prompts ({said}), such as {nearest}; or say batches instead"
+    require(episodes % size == 0, "total_episodes", episodes, right)
 
 
 def _check_trained(config: OnlineConfig) -> None:

@@ -119,7 +119,7 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
         config: of the run.
         rows: prompts of one pass over the data, if that is known.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "prompts_per_batch": config.batch_size,
         "completions_per_batch": config.batch_size * config.samples_per_prompt,
         "batches": config.num_batches,
@@ -128,11 +128,9 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
         "ranks": config.parallel.ranks,
         "placement": config.placement,
     }
-    return (
-        sizes
-        if not rows
-        else {**sizes, "prompts": rows, "num_train_epochs": config.num_batches * config.batch_size / rows}
-    )
+    if rows:
+        sizes |= {"prompts": rows, "num_train_epochs": config.num_batches * config.batch_size / rows}
+    return sizes
 
 
 def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) -> None:

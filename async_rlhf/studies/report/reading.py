@@ -247,9 +247,8 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
         flat = Record(values).flat()
         for name in ("reward_funcs", "callbacks"):
             flat[name] = [without_text_arguments(str(function)) for function in values.get(name) or []]
-        return {
-            key: value for key, value in flat.items() if not f"{key}.".startswith(tuple(f"{g}." for g in FREE_FORM))
-        }
+        groups = tuple(f"{group}." for group in FREE_FORM)
+        return {key: value for key, value in flat.items() if not f"{key}.".startswith(groups)}
     return {}
 
 

@@ -94,9 +94,8 @@ def starts(runs: Sequence[ReadRun]) -> Iterator[list[str]]:
     for run in runs:
         for number, start in enumerate(run.starts, start=1):
             own, packages = start.get("async_rlhf") or {}, start.get("packages") or {}
-            commit = (
-                f" {str(own['commit'])[:10]}{' (changed)' if own.get('dirty') else ''}" if own.get("commit") else ""
-            )
+            changed = " (changed)" if own.get("dirty") else ""
+            commit = f" {str(own['commit'])[:10]}{changed}" if own.get("commit") else ""
             versions = ", ".join(f"{name} {version}" for name, version in packages.items())
             yield [
                 f"{run.name}, start {number}" if len(run.starts) > 1 else run.name,

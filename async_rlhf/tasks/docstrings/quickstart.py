@@ -168,9 +168,8 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
     picture, page = out / "training.png", out / REPORT
     try:
-        plot_training(
-            {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}, picture, evaluation
-        )
+        runs = {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}
+        plot_training(runs, picture, evaluation)
         report_of_runs([out / name for name in RUNS], page)
     except ImportError:
         logger.warning("no picture and no page: %s brings what draws them", INSTALL)
