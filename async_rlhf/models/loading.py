@@ -310,13 +310,7 @@ def _load_unread(
 
 
 def new_reward_model(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    key: str = "model",
-    *,
-    trust: bool = False,
-    on_meta: bool = False,
+    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, trust: bool = False, on_meta: bool = False
 ) -> PreTrainedModel:
     """A reward model on the body of a language model, in float32 with dropout off; for ``on_meta`` see
     :func:`load_policy`.
@@ -328,18 +322,18 @@ def new_reward_model(
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification
         try:
-            found = _load_unread(kind, name, key, trust, "score.weight", num_labels=1) if on_meta else None
+            found = _load_unread(kind, name, "model", trust, "score.weight", num_labels=1) if on_meta else None
             torch.manual_seed(seed)
             if found is not None and not found[1]["missing_keys"]:
                 model = found[0]
             else:
-                model = from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
+                model = from_pretrained(kind, name, "model", trust, num_labels=1, dtype=torch.float32)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{key}: no reward model could be made from {name!r}: {error}") from error
+            raise ConfigError(f"model: no reward model could be made from {name!r}: {error}") from error
         if getattr(model, "score", None) is None:
-            raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; use a decoder model")
+            raise ConfigError(f"model: {type(model).__name__} has no head named `score`; use a decoder model")
         head: Tensor = model.score.weight
         if is_on_meta(model):
             head = torch.empty(head.shape)
