@@ -23,7 +23,6 @@ from async_rlhf.commands.evaluation.likelihood import (
 from async_rlhf.commands.evaluation.penalties import training_penalties
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.commands.evaluation.statistics import (
-    Interval,
     clustered_mean_interval,
     length_controlled_win_rate,
     outcomes,
@@ -124,8 +123,7 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     distribution, lines, dropped, answers, human = _answers(config, models, folder, ranks)
     reference = config.reference or next(iter(answers))
-    if reference not in answers:
-        raise ConfigError(f"reference: got {reference!r}; must be one of the models: {', '.join(answers)}")
+    require(reference in answers, "reference", reference, f"must be one of the models: {', '.join(answers)}")
     everyone = ({HUMAN: human} if human is not None else {}) | answers
     if judge is None and len(everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
@@ -299,7 +297,7 @@ def _clusters(lines: Sequence[Generation]) -> list[str]:
 def _gold(answers: _Answers, lines: Sequence[Generation]) -> dict[str, Any]:
     if answers.scores is None:
         return {}
-    return {"gold_mean": _plain(clustered_mean_interval(answers.scores, _clusters(lines)))}
+    return {"gold_mean": clustered_mean_interval(answers.scores, _clusters(lines))._asdict()}
 
 
 def _compared(
@@ -321,12 +319,12 @@ def _compared(
         assert theirs.scores is not None
         won = outcomes(ours.scores, theirs.scores)
         difference = paired_difference(ours.scores, theirs.scores, _clusters(lines))
-        found[f"gold_difference_vs_{opponent}"] = _plain(difference)
+        found[f"gold_difference_vs_{opponent}"] = difference._asdict()
     longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
     return {
-        f"win_rate_vs_{opponent}": _plain(win_rate(won, _clusters(lines))),
+        f"win_rate_vs_{opponent}": win_rate(won, _clusters(lines))._asdict(),
         f"ties_vs_{opponent}": won.count(0.5) / len(won),
-        f"length_controlled_win_rate_vs_{opponent}": _plain(length_controlled_win_rate(won, longer)),
+        f"length_controlled_win_rate_vs_{opponent}": length_controlled_win_rate(won, longer)._asdict(),
         **found,
     }
 
@@ -370,11 +368,10 @@ def _likelihoods(
         if model is not None:
             reference_sums = _logprobs(model, one, config, whole, parallel, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
-            found[name]["kl_to_reference"] = _plain(clustered_mean_interval(kl, clusters))
+            found[name]["kl_to_reference"] = clustered_mean_interval(kl, clusters)._asdict()
             if distribution.temperature != 1.0:
-                reference_sums = _logprobs(
-                    model, one, config, Distribution(1.0), parallel, f"perplexity of {name} under the reference"
-                )
+                label = f"perplexity of {name} under the reference"
+                reference_sums = _logprobs(model, one, config, Distribution(1.0), parallel, label)
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
             found[name]["ppl_original"] = original_perplexity(-nats, one.rows)
@@ -395,10 +392,6 @@ def _logprobs(
             **distribution._asdict(),
         )
     return sums_R.tolist()
-
-
-def _plain(interval: Interval) -> dict[str, float]:
-    return interval._asdict()
 
 
 def _sample_rows(

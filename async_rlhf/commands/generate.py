@@ -153,9 +153,8 @@ def with_first_gpu(config: Config) -> Config:
 
 def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:
     """The configuration with ``max_prompt_length`` resolved."""
-    return replace(
-        config, max_prompt_length=sampling_prompt_cap(config, {f"models.{name}": at for name, at in models.items()})
-    )
+    by_key = {f"models.{name}": place for name, place in models.items()}
+    return replace(config, max_prompt_length=sampling_prompt_cap(config, by_key))
 
 
 def models_of(config: HeldOutConfig) -> dict[str, str]:
@@ -171,11 +170,9 @@ def models_of(config: HeldOutConfig) -> dict[str, str]:
     paths = [*Checkpoints(run).all(), *([run / FINAL] if (run / FINAL).is_dir() else [])]
     there = {path.name: str(path) for path in paths}
     right = f"must be the output folder of train, with checkpoints or {FINAL!r} in it"
-    if not there:
-        raise ConfigError(f"run: got {config.run!r}; {right}")
-    missing = [name for name in config.checkpoints if name not in there]
-    if missing:
-        raise ConfigError(f"checkpoints: got {missing[0]!r}; must be among {', '.join(there)}")
+    require(bool(there), "run", config.run, right)
+    for name in config.checkpoints:
+        require(name in there, "checkpoints", name, f"must be among {', '.join(there)}")
     chosen = {name: path for name, path in there.items() if not config.checkpoints or name in config.checkpoints}
     twice = next((name for name in chosen if name in models), None)
     if twice is not None:
@@ -207,8 +204,7 @@ def read_generations(folder: Path) -> tuple[Distribution, dict[str, tuple[str, l
         found[path.stem] = (results["model"], _read(path))
         # A file of an earlier version has no top_p and no top_k.
         drawn[path.stem] = Distribution(results["temperature"], results.get("top_p", 1.0), results.get("top_k", 0))
-    if not found:
-        raise ConfigError(f"generations: got {str(folder)!r}; must be the output folder of async-rlhf generate")
+    require(bool(found), "generations", str(folder), "must be the output folder of async-rlhf generate")
     first = next(iter(found))
     asked = [(one.query, one.prompt_tokens) for one in found[first][1]]
     for name, (_, lines) in found.items():

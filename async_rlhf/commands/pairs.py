@@ -44,12 +44,7 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     assert config.model is not None
     config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
     output = Path(config.output)
-    inputs = {
-        "model": config.model,
-        "prompts": config.prompts,
-        "reward_model": config.reward_model,
-        "reward_funcs": config.reward_funcs,
-    }
+    inputs = {key: getattr(config, key) for key in ("model", "prompts", "reward_model", "reward_funcs")}
     stage = Stage(output.parent, "pairs", config, inputs, outputs=(output,), marker_name=output.name)
     with on_ranks(config, "pairs") as ranks:
         if (results := done_by(stage, ranks)) is None:

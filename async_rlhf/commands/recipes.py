@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import Checked
+from async_rlhf.config.base import Checked, require
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -35,8 +35,7 @@ def run_recipes(config: RecipesConfig) -> None:
     if name not in {*names, *(one.split("/")[0] for one in names)}:
         raise ConfigError(f"name: got {config.name!r}; must be one that async-rlhf recipes lists, or a folder of those")
     source, copy = _RECIPES / name, Path("recipes") / name
-    if copy.exists():
-        raise ConfigError(f"name: got {config.name!r}; {copy} is here already")
+    require(not copy.exists(), "name", config.name, f"{copy} is here already")
     copy.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -10,7 +10,7 @@ from typing import Any
 from async_rlhf.commands.distributed import done_by, lead_first, on_ranks
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.commands.evaluation.statistics import wilson
-from async_rlhf.commands.stage import Source, Stage, json_lines
+from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import Rows, load_rows
@@ -39,12 +39,7 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     require_bitsandbytes(config.reward_model_bits)
     folder = Path(config.output_dir)
     outputs = {split: folder / f"{split}.jsonl" for split in config.splits}
-    inputs: dict[str, Source] = {
-        "data": config.data,
-        "reward_model": config.reward_model,
-        "reward_funcs": config.reward_funcs,
-    }
-    inputs["reward_tokenizer"] = config.reward_tokenizer
+    inputs = {key: getattr(config, key) for key in ("data", "reward_model", "reward_funcs", "reward_tokenizer")}
     stage = Stage(folder, "relabel", config, inputs, outputs=tuple(outputs.values()), marker_name=".relabel")
     if len(config.splits) > 1 and Path(config.data).expanduser().is_file():
         raise ConfigError(f"splits: got {config.splits} of one file, {config.data!r}; must be one, or data a folder")

@@ -19,7 +19,7 @@ from async_rlhf.config.base import decides_result, dotted, with_new_keys, withou
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.data import cache
-from async_rlhf.system.files import whole_file, whole_folder
+from async_rlhf.system.files import whole_folder, write_file
 from async_rlhf.system.lock import InUseError, hold
 
 logger = logging.getLogger(__name__)
@@ -179,12 +179,10 @@ class Stage:
 
         Before all that, a list of the files is written, so that a stage that was killed in between can be restarted.
         """
-        with whole_file(self._list_of_begun) as file:
-            json.dump([path.name for path in files], file)
+        write_file(self._list_of_begun, json.dumps([path.name for path in files]))
         self.marker.unlink(missing_ok=True)
         for path, text in [*files.items(), (self.marker, self._marker_text(results))]:
-            with whole_file(path) as file:
-                file.write(text)
+            write_file(path, text)
         self._list_of_begun.unlink()
         self._release()
 

@@ -13,7 +13,7 @@ class Command(NamedTuple):
     summary: str
     config: str
     module: str = ""
-    """``commands.NAME`` if empty."""
+    """If empty, ``command`` beside the configuration of a study, else ``commands.NAME``."""
 
 
 COMMANDS = {
@@ -32,38 +32,23 @@ COMMANDS = {
     "reward": Command("train a reward model on preference pairs", "config:RewardConfig"),
     "relabel": Command("label preference pairs anew by a gold reward", "config:RelabelConfig"),
     "train": Command("train a policy online, synchronously or asynchronously", "run.config:RunConfig"),
-    "sweep": Command(
-        "train and judge many runs, and show them together", "studies.sweep.config:SweepConfig", "studies.sweep.command"
-    ),
-    "certify": Command(
-        "decide what staleness costs, by pairs of runs",
-        "studies.certify.config:CertifyConfig",
-        "studies.certify.command",
-    ),
+    "sweep": Command("train and judge many runs, and show them together", "studies.sweep.config:SweepConfig"),
+    "certify": Command("decide what staleness costs, by pairs of runs", "studies.certify.config:CertifyConfig"),
     "plan": Command(
-        "predict speed and the best split of devices from measured or given times",
-        "studies.plan.config:PlanConfig",
-        "studies.plan.command",
+        "predict speed and the best split of devices from measured or given times", "studies.plan.config:PlanConfig"
     ),
     "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
-    "explain": Command(
-        "repeat one update of a run, and say what moved it",
-        "studies.explain.config:ExplainConfig",
-        "studies.explain.command",
-    ),
+    "explain": Command("repeat one update of a run, and say what moved it", "studies.explain.config:ExplainConfig"),
     "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),
     "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
     "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
     "report": Command(
-        "make one HTML page of runs: curves, timeline, warnings, samples",
-        "studies.report.config:ReportConfig",
-        "studies.report.command",
+        "make one HTML page of runs: curves, timeline, warnings, samples", "studies.report.config:ReportConfig"
     ),
     "feedback": Command(
         "ask people about a run's completions, or write down what they have said",
         "studies.feedback.config:PeopleConfig",
-        "studies.feedback.command",
     ),
     "recipes": Command("list the recipes, or copy one to here", "commands.recipes:RecipesConfig"),
     "config": Command(
@@ -82,4 +67,6 @@ def import_attribute(place: str) -> Any:
 
 def function_of(name: str, attribute: str | None = None) -> Any:
     """What runs a command, or another attribute of its module."""
-    return import_attribute(f"{COMMANDS[name].module or f'commands.{name}'}:{attribute or f'run_{name}'}")
+    room = COMMANDS[name].config.partition(".config:")[0]
+    module = COMMANDS[name].module or (f"{room}.command" if room.startswith("studies.") else f"commands.{name}")
+    return import_attribute(f"{module}:{attribute or f'run_{name}'}")

@@ -137,18 +137,9 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
 
 def train_stage(config: RunConfig) -> Stage:
     """The marker of a finished run."""
-    inputs = {
-        "model": config.model,
-        "ref_model": config.ref_model,
-        "value_model": config.value_model,
-        "reward_model": config.reward_model,
-        "reward_funcs": config.reward_funcs,
-        "environment": config.environment,
-        "tools": config.tools,
-        "agent": config.agent,
-        "data.train": config.data.train,
-        "data.eval": config.data.eval,
-    }
+    keys = ("model", "ref_model", "value_model", "reward_model", "reward_funcs", "environment", "tools", "agent")
+    inputs = {key: getattr(config, key) for key in keys}
+    inputs |= {"data.train": config.data.train, "data.eval": config.data.eval}
     option = "--train.overwrite_output_dir"
     folder = Path(config.train.output_dir)
     # The run locks its folder itself.

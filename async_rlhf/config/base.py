@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING
 from functools import cache
@@ -258,6 +258,12 @@ class Checked:
                 holds, right = False, f"must name a folder: {error}"
             require(holds, f"{self._group}{name}", value, right)
 
+    def leaves_out(self, names: Iterable[str], why: str, group: str = "") -> None:
+        """Require keys to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
+        for name in names:
+            value = getattr(self, name)
+            require(value == default_of(self, name), f"{group}{name}", value, f"must be left out {why}")
+
 
 def fields_of(kind: Any) -> list[dataclasses.Field[Any]]:
     """A configuration's keys in the order of ``--help``: its own, then those that it shares with other commands."""
@@ -282,7 +288,7 @@ def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Values of an older version of this code, with dotted names. A key that it did not know counts as its default."""
     found = dict(saved)
     for name in dotted(dataclasses.asdict(config)).keys() - saved.keys():
-        value = _default(config, name)
+        value = default_of(config, name)
         if value is not MISSING:
             found[name] = value
     return found
@@ -291,17 +297,17 @@ def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
 def without_gpu(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Values with dotted names, where those that a GPU would decide are what they are without one."""
     meant = {name: known_of(config, name).get("without_gpu", MISSING) for name in values}
-    open_ = {name for name, value in meant.items() if value is not MISSING and values[name] == _default(config, name)}
+    open_ = {name for name, value in meant.items() if value is not MISSING and values[name] == default_of(config, name)}
     return {name: meant[name] if name in open_ else value for name, value in values.items()}
 
 
-def _default(config: Any, name: str) -> Any:
+def default_of(config: Any, name: str) -> Any:
     """What the key with a dotted name is if nobody sets it; MISSING if it must be set."""
     first, _, rest = name.partition(".")
     item = config.__dataclass_fields__[first]
     value = item.default if item.default_factory is MISSING else item.default_factory()
     if value is MISSING and rest and isinstance(getattr(config, first), Checked):
-        return _default(getattr(config, first), rest)  # a group that must be given: its own keys may have defaults
+        return default_of(getattr(config, first), rest)  # a group that must be given: its own keys may have defaults
     for part in rest.split(".") if rest else ():
         value = getattr(value, part, MISSING)
     return value

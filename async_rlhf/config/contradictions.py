@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from async_rlhf.config.base import require
+from async_rlhf.config.base import default_of, require
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.ray import RayConfig
 
@@ -22,13 +22,11 @@ def check_together(config: OnlineConfig) -> None:
     _check_sizes(config)
     name, supports = config.generation.engine, find(config.generation.engine).supports
     in_turn = config.generation.placement == "inline" and "policy" not in supports
-    right = (
-        f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns; use placement '
-    )
-    require(not in_turn or config.staleness == 0, "staleness", config.staleness, right + '"process"')
-    for name in ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"):
-        given = getattr(config, name) != _default(config, name)
-        require(config.push_to_hub or not given, name, getattr(config, name), "must be left out without push_to_hub")
+    right = f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns'
+    right += '; use placement "process"'
+    require(not in_turn or config.staleness == 0, "staleness", config.staleness, right)
+    if not config.push_to_hub:
+        config.leaves_out(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"), "without push_to_hub")
     right = "must be false with resume: a run that is resumed cannot also be deleted"
     require(not (config.overwrite_output_dir and config.resume), "overwrite_output_dir", True, right)
     right = 'must be null with staleness_mode "exact", which needs no record to be repeated'
@@ -53,10 +51,6 @@ def check_together(config: OnlineConfig) -> None:
     _check_deterministic(config)
 
 
-def _default(config: Any, name: str) -> Any:
-    return type(config).__dataclass_fields__[name].default
-
-
 def _check_sizes(config: OnlineConfig) -> None:
     """Refuse sizes that do not divide, or that are said twice and differ."""
     completions, per_unit = config.completions_per_batch, config.samples_per_prompt * config.num_mini_batches
@@ -79,7 +73,7 @@ def _check_sizes(config: OnlineConfig) -> None:
         )
         require(agree, "completions_per_batch", completions, right)
     if config.num_train_epochs is not None:
-        for name, default in (("batches", None), ("total_episodes", _default(config, "total_episodes"))):
+        for name, default in (("batches", None), ("total_episodes", default_of(config, "total_episodes"))):
             right = f"must be null with {name} {getattr(config, name)}: both say how long the run is"
             require(getattr(config, name) == default, "num_train_epochs", config.num_train_epochs, right)
         return
@@ -89,18 +83,14 @@ def _check_sizes(config: OnlineConfig) -> None:
             f"must be {config.total_episodes / config.batch_size:g}, as total_episodes {config.total_episodes} of "
             f"{config.batch_size} prompts a batch says, or one of the two be left out"
         )
-        agree = config.total_episodes in (_default(config, "total_episodes"), prompts)
+        agree = config.total_episodes in (default_of(config, "total_episodes"), prompts)
         require(agree, "batches", config.batches, right)
         return
     said = factors if completions is None else f"completions_per_batch {completions}"
-    nearest, episodes = (
-        max(1, round(config.total_episodes / config.batch_size)) * config.batch_size,
-        config.total_episodes,
-    )
-    right = (
-        f"must be a multiple of the batch of {config.batch_size} prompts ({said}), such as {nearest}; or say batches"
-    )
-    require(episodes % config.batch_size == 0, "total_episodes", episodes, right + " instead")
+    size, episodes = config.batch_size, config.total_episodes
+    nearest = max(1, round(episodes / size)) * size
+    right = f"must be a multiple of the batch of {size} prompts ({said}), such as {nearest}; or say batches instead"
+    require(episodes % size == 0, "total_episodes", episodes, right)
 
 
 def _check_trained(config: OnlineConfig) -> None:
@@ -123,9 +113,7 @@ def _check_feedback(config: OnlineConfig) -> None:
     """Refuse questions that cannot be asked, and lags that no batch has."""
     feedback = config.feedback
     if feedback.ask is None:
-        for name in ("answers", "max_lag", "labels_from"):
-            value, default = getattr(feedback, name), _default(feedback, name)
-            require(value == default, f"feedback.{name}", value, "must be left out without feedback.ask")
+        feedback.leaves_out(("answers", "max_lag", "labels_from"), "without feedback.ask", "feedback.")
         return
     right = "must be at least 2 to compare two completions of a prompt"
     samples = config.samples_per_prompt
@@ -143,10 +131,9 @@ def _check_evaluation(config: OnlineConfig) -> None:
     coldest = find(engine).coldest
     right = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
     require((config.eval_temperature or 1.0) >= coldest, "eval_temperature", config.eval_temperature, right)
-    name, patience = config.stop_at, config.stop_patience
+    name = config.stop_at
     if name is None:
-        right = "must be left out without stop_at"
-        require(patience == _default(config, "stop_patience"), "stop_patience", patience, right)
+        config.leaves_out(["stop_patience"], "without stop_at")
         return
     right = 'must be a result of evaluations, such as "eval_objective/scores" or "eval_reward/NAME"'
     require(name.startswith("eval_"), "stop_at", name, right)
@@ -193,10 +180,9 @@ def _check_precision_and_penalty(config: OnlineConfig) -> None:
     right = "must be false without bf16 and fp16, where everything is float32"
     narrow = config.bf16 is not False or config.fp16
     require(narrow or not config.head_float32, "head_float32", config.head_float32, right)
-    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
-        value, default = getattr(config, name), _default(config, name)
-        right = 'must be left out with optimizer "adafactor", which has no such number'
-        require(config.optimizer != "adafactor" or value == default, name, value, right)
+    if config.optimizer == "adafactor":
+        names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+        config.leaves_out(names, 'with optimizer "adafactor", which has no such number')
     right = "must be false with reward_model_bits, whose scales stay on the GPU"
     require(not config.offload_frozen or config.reward_model_bits is None, "offload_frozen", True, right)
     right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
@@ -253,10 +239,7 @@ def _check_own_devices(config: OnlineConfig) -> None:
 def _check_launch(config: OnlineConfig) -> None:
     """Nothing that would be ignored may be set."""
     if config.launch == "local":
-        right = 'must be left out unless launch is "ray"'
-        for item in fields(RayConfig):
-            value = getattr(config.ray, item.name)
-            require(value == getattr(RayConfig(), item.name), f"ray.{item.name}", value, right)
+        config.ray.leaves_out([item.name for item in fields(RayConfig)], 'unless launch is "ray"', "ray.")
         return
     right = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
     fixed = config.annotate_max_tokens != "auto" or config.ray.reward_workers == 0

@@ -96,27 +96,7 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
         if self.generations is None:
             super().check()
         else:
-            right = "must be left out with generations, which were sampled already"
-            require(not self.models, "models", self.models, right)
-            require(self.run is None, "run", self.run, right)
-            for name in (
-                "data",
-                "split",
-                "prompt_field",
-                "prompt_words",
-                "eval_fraction",
-                "temperature",
-                "top_p",
-                "top_k",
-                "response_length",
-                "max_prompt_length",
-                "engine",
-                "seed",
-                "checkpoints",
-            ):
-                value = getattr(self, name)
-                default = [] if name == "checkpoints" else type(self).__dataclass_fields__[name].default
-                require(value == default, name, value, right)
+            self.leaves_out(_SAMPLED, "with generations, which were sampled already")
         check_device(self.device, self.parallel.ranks)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
@@ -127,8 +107,12 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
             alone = self.reward_model is not None or self.reward_tokenizer is None
             require(alone, "reward_tokenizer", self.reward_tokenizer, right)
         else:
-            right = "must be left out with judge.url"
-            require(self.penalties is None, "penalties", self.penalties, right)
-            for name in ("reward_model", "reward_model_bits", "reward_tokenizer"):
-                require(getattr(self, name) is None, name, getattr(self, name), right)
-            require(not self.reward_funcs, "reward_funcs", self.reward_funcs, right)
+            names = ("penalties", "reward_model", "reward_model_bits", "reward_tokenizer", "reward_funcs")
+            self.leaves_out(names, "with judge.url")
+
+
+_SAMPLED = (
+    *("models", "run", "data", "split", "prompt_field", "prompt_words", "eval_fraction"),
+    *("temperature", "top_p", "top_k", "response_length", "max_prompt_length", "engine", "seed", "checkpoints"),
+)
+"""Keys of EvaluateConfig that mean nothing where completions are given."""

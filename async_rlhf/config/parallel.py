@@ -117,13 +117,11 @@ class ParallelConfig(Checked):
         right = f"must divide the {self.ranks} ranks (parallel.ranks)"
         require(size is None or self.ranks % size == 0, "shard_size", size, right)
         require(self.ranks % self.context_parallel == 0, "context_parallel", self.context_parallel, right)
-        right = 'must be true unless strategy is "fsdp"'
-        fsdp = self.strategy in ("auto", "fsdp")
-        require(fsdp or size is None, "shard_size", size, 'must be null unless strategy is "fsdp"')
-        require(
-            fsdp or self.reduce == "every_pass", "reduce", self.reduce, 'must be left out unless strategy is "fsdp"'
-        )
-        require(fsdp or self.reshard_after_forward, "reshard_after_forward", self.reshard_after_forward, right)
+        fsdp, right = self.strategy in ("auto", "fsdp"), 'unless strategy is "fsdp"'
+        require(fsdp or size is None, "shard_size", size, f"must be null {right}")
+        require(fsdp or self.reduce == "every_pass", "reduce", self.reduce, f"must be left out {right}")
+        gathers = self.reshard_after_forward
+        require(fsdp or gathers, "reshard_after_forward", gathers, f"must be true {right}")
 
     def require_size(self, parameters: int, rounded: bool) -> None:
         """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer

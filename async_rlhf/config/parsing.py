@@ -363,8 +363,7 @@ def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     for word in words:
         if word == "--config" or word.startswith("--config="):
             found = word.partition("=")[2] or next(words, "")
-            if not Path(found).is_file():
-                raise ConfigError(f"--config: got {found!r}; there is no such file")
+            require(Path(found).is_file(), "--config", found, "there is no such file")
         else:
             rest.append(word)
     return found, rest

@@ -35,10 +35,9 @@ class KLConfig(Checked):
     """Completions over which an adapted coefficient changes by at most 20%."""
 
     def check(self) -> None:
-        right = (
-            'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation and would restrain '
-        )
-        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, right + "nothing")
+        right = 'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation'
+        right += " and would restrain nothing"
+        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, right)
         right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
         able = self.where == "loss" and self.estimator == "k3"
         require(able or not self.corrected, "kl.corrected", self.corrected, right)
@@ -103,10 +102,8 @@ class RatioConfig(KLPenaltyConfig):
     def check(self) -> None:
         super().check()
         old, whole = self.off_policy.old_logprobs, self.generation.top_p == 1 and self.generation.top_k == 0
-        right = (
-            'must be "proximal" with generation.top_p below 1 or generation.top_k: the ratio of the whole policy to '
-        )
-        right += "the truncated one that sampled begins below 1, where it would be clipped"
+        right = 'must be "proximal" with generation.top_p below 1 or generation.top_k: the ratio of the whole'
+        right += " policy to the truncated one that sampled begins below 1, where it would be clipped"
         require(whole or old == "proximal", "off_policy.old_logprobs", old, right)
 
     @property

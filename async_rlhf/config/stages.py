@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.config.base import (
@@ -219,21 +219,15 @@ class PairsConfig(SamplingConfig, RewardedConfig):
 
     def check(self) -> None:
         if self.from_ratings is not None:
-            self._leaves_out(SAMPLED, "with from_ratings: nothing is sampled")
+            self.leaves_out(SAMPLED, "with from_ratings: nothing is sampled")
             return
-        self._leaves_out(RATED, "without from_ratings")
+        self.leaves_out(RATED, "without from_ratings")
         super().check()
         require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
         require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
         self.check_judge()
         pairs, most = self.pairs_per_prompt, self.samples_per_prompt // 2
         require(1 <= pairs <= most, "pairs_per_prompt", pairs, f"must be 1 to {most}: half of samples_per_prompt")
-
-    def _leaves_out(self, names: tuple[str, ...], why: str) -> None:
-        for name in names:
-            item, value = self.__dataclass_fields__[name], getattr(self, name)
-            default = [] if item.default is MISSING else item.default
-            require(value == default, name, value, f"must be left out {why}")
 
 
 SAMPLED = (

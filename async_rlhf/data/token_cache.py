@@ -125,17 +125,9 @@ def encode_parts(
     return _kept(tokenizer, name, lambda: (read(row, n) for n, row in enumerate(rows, 1)), len(rows), label)
 
 
-def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], label: str = "texts"
-) -> Sequence[tuple[int, ...]]:
-    """Token ids of each text, without special tokens.
-
-    Args:
-        tokenizer: any.
-        texts: any number.
-        label: their name on the progress bar.
-    """
-    return _encode(tokenizer, [Part((text,)) for text in texts], label).tokens[0] if texts else []
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
+    """Token ids of each text, without special tokens."""
+    return _encode(tokenizer, [Part((text,)) for text in texts], "texts").tokens[0] if texts else []
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Part], label: str) -> Encoded:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,7 @@ class WorkerCount:
 
     def write(self, numbers: Sequence[int]) -> None:
         """Say which generators there are, after what was asked for is done."""
-        with whole_file(self._present) as file:
-            json.dump(sorted(numbers), file)
+        write_file(self._present, json.dumps(sorted(numbers)))
         self._taken.unlink(missing_ok=True)
 
     def present(self) -> list[int] | None:
@@ -38,8 +37,7 @@ class WorkerCount:
 
     def ask(self, count: int) -> None:
         """Ask for so many."""
-        with whole_file(self._wanted) as file:
-            json.dump(count, file)
+        write_file(self._wanted, json.dumps(count))
 
     def is_asked(self) -> bool:
         """Whether a number was asked for and the run has not said yet what has become of that."""

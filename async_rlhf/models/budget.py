@@ -47,9 +47,8 @@ class PassMemory:
         cls, models: Iterable[PreTrainedModel], config: OnlineConfig, parallel: Parallel, with_gradient: bool
     ) -> PassMemory:
         """The models of a learner; ``gradient_checkpointing`` of the configuration must be decided."""
-        return cls(
-            tuple(memory_of(model, config, parallel, config.gradient_checkpointing) for model in models), with_gradient
-        )
+        memories = (memory_of(model, config, parallel, config.gradient_checkpointing) for model in models)
+        return cls(tuple(memories), with_gradient)
 
     def bytes(self, tokens: int) -> float:
         """The most that a pass of so many tokens holds."""

@@ -95,10 +95,8 @@ def check_source(name: str | None, key: str) -> None:
     right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
     if Path(name).expanduser().exists():
         raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
-    if hub_name.count("/") != 1 or is_path(hub_name):
-        raise ConfigError(f"{key}: got {name!r}; there is no such folder; {right}")
-    if (why := why_nowhere(hub_name, "model")) is not None:
-        raise ConfigError(f"{key}: got {name!r}; {why}; {right}")
+    require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {right}")
+    require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {right}")
 
 
 def brings_code(kind: type) -> bool:
@@ -312,13 +310,7 @@ def _load_unread(
 
 
 def new_reward_model(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    key: str = "model",
-    *,
-    trust: bool = False,
-    on_meta: bool = False,
+    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, trust: bool = False, on_meta: bool = False
 ) -> PreTrainedModel:
     """A reward model on the body of a language model, in float32 with dropout off; for ``on_meta`` see
     :func:`load_policy`.
@@ -330,18 +322,18 @@ def new_reward_model(
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification
         try:
-            found = _load_unread(kind, name, key, trust, "score.weight", num_labels=1) if on_meta else None
+            found = _load_unread(kind, name, "model", trust, "score.weight", num_labels=1) if on_meta else None
             torch.manual_seed(seed)
             if found is not None and not found[1]["missing_keys"]:
                 model = found[0]
             else:
-                model = from_pretrained(kind, name, key, trust, num_labels=1, dtype=torch.float32)
+                model = from_pretrained(kind, name, "model", trust, num_labels=1, dtype=torch.float32)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{key}: no reward model could be made from {name!r}: {error}") from error
+            raise ConfigError(f"model: no reward model could be made from {name!r}: {error}") from error
         if getattr(model, "score", None) is None:
-            raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; use a decoder model")
+            raise ConfigError(f"model: {type(model).__name__} has no head named `score`; use a decoder model")
         head: Tensor = model.score.weight
         if is_on_meta(model):
             head = torch.empty(head.shape)

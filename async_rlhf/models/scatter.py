@@ -101,9 +101,8 @@ class ScatteredBatches:
 
     def _packed(self, number: int) -> Tensor:
         rows = self._rows(number)
-        return torch.cat(
-            [rows[name].to(_sent(dtype)).view(-1).view(torch.uint8) for name, dtype in self._types.items()]
-        )
+        parts = [rows[name].to(_sent(dtype)).view(-1).view(torch.uint8) for name, dtype in self._types.items()]
+        return torch.cat(parts)
 
     def _unpacked(self, message: Tensor, number: int) -> dict[str, Tensor]:
         parts = message.split(self._bytes(number))

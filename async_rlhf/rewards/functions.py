@@ -65,8 +65,7 @@ def load_object(name: str, key: str) -> Any:
     """Load a callable by name, for the given configuration key."""
     wanted = FunctionName.parse(name, key)
     function = load_attribute(wanted.place, wanted.attribute, key, "function")
-    if not callable(function):
-        raise ConfigError(f"{key}: got {name!r}; {wanted.place} has no function {wanted.attribute!r}")
+    require(callable(function), key, name, f"{wanted.place} has no function {wanted.attribute!r}")
     return function if wanted.arguments is None else _made_by(function, wanted.arguments, name, key)
 
 

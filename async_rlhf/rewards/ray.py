@@ -237,9 +237,8 @@ class RayScorer(Scorer):
         """Scores of each batch of rows by the reward model."""
         count = len(self._pool)
         shares = [batches[number::count] for number in range(count)]
-        answers = self._pool.ask(
-            "score", [(share, autocast_dtype(self.config)) if share else None for share in shares]
-        )()
+        dtype = autocast_dtype(self.config)
+        answers = self._pool.ask("score", [(share, dtype) if share else None for share in shares])()
         return [answers[i % count][i // count] for i in range(len(batches))]
 
     def _call_functions(

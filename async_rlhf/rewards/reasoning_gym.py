@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from async_rlhf.config.base import ConfigError
+from async_rlhf.config.base import ConfigError, require
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,7 @@ def _scorer(task: str) -> Any:
 
 def _check_task(task: str) -> None:
     known = sorted(_library().factory.DATASETS)
-    if task not in known:
-        raise ConfigError(f"task: got {task!r}; must be one of {', '.join(known)}")
+    require(task in known, "task", task, f"must be one of {', '.join(known)}")
 
 
 @cache

@@ -251,9 +251,8 @@ class Scorer:
 
     def state(self) -> dict[str, Any]:
         """The states of reward functions with ``state_dict()`` and ``load_state_dict()``, for checkpoints, as JSON."""
-        functions: dict[str, Any] = {
-            **self.reward_funcs
-        }  # not the reward model: its weights are not JSON and do not change
+        # Not the reward model: its weights are not JSON and do not change.
+        functions: dict[str, Any] = {**self.reward_funcs}
         return {
             name: function.state_dict()
             for name, function in functions.items()

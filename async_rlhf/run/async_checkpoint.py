@@ -176,9 +176,8 @@ def saving(run: Training) -> AbstractContextManager[ShardedSaves | None]:
 def writes_shards(config: OnlineConfig, parallel: Parallel, trained: int) -> bool:
     """Whether each rank writes its own part of a policy with so many trained parameters."""
     spread = parallel.is_sharded and parallel.takes_shards and not config.parallel.cpu_offload
-    return config.checkpoint_format == "sharded" or (
-        config.checkpoint_format == "auto" and spread and trained >= _LARGE
-    )
+    wanted = config.checkpoint_format
+    return wanted == "sharded" or (wanted == "auto" and spread and trained >= _LARGE)
 
 
 def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:

@@ -565,9 +565,8 @@ def _restore(run: Run, resumed: ResumeState) -> None:
     restore_trained(run, resumed)
     resumed.read_ahead(checkpoint, run.prompts)
     resumed.read_evaluation(checkpoint, run.eval_prompts, run.ranks)
-    run.callbacks.pending_eval = (
-        None if resumed.evaluation is None else resumed.values.get("unjudged")
-    )  # its name in older checkpoints, too
+    # Its name in older checkpoints, too.
+    run.callbacks.pending_eval = None if resumed.evaluation is None else resumed.values.get("unjudged")
 
 
 def _restore_curriculum(curriculum: Curriculum | None, resumed: ResumeState) -> None:

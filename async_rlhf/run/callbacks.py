@@ -22,7 +22,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
 from async_rlhf.run.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
-from async_rlhf.system.files import naming, whole_file
+from async_rlhf.system.files import naming, write_file
 from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -281,8 +281,7 @@ class Callbacks:
         identities = self._found | {name: tracker.identity() for name, tracker in self._trackers.items()}
         path = Path(self.arguments.online_config.output_dir) / TRACKERS
         if identities:
-            with whole_file(path) as file:
-                json.dump(identities, file, indent=1, default=str)
+            write_file(path, json.dumps(identities, indent=1, default=str))
         elif self._leads and tracked_runs(path.parent):  # an earlier run's
             path.unlink()
 

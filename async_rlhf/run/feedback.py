@@ -32,7 +32,7 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.run.episodes import conversation, episode_fields
 from async_rlhf.run.folder import FEEDBACK
 from async_rlhf.run.schedule import version_for
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 from async_rlhf.types import Batch, Group, Labels, Sample
 
 logger = logging.getLogger(__name__)
@@ -348,9 +348,8 @@ class Feedback:
     def _write(self) -> None:
         """The open questions, the oldest first."""
         unique = {question.id: question for question in self._open(sorted(self._asked))}
-        with whole_file(self.folder / QUESTIONS) as file:
-            for question in unique.values():
-                file.write(json.dumps(question.row()) + "\n")
+        lines = (json.dumps(question.row()) + "\n" for question in unique.values())
+        write_file(self.folder / QUESTIONS, "".join(lines))
         self._unwritten = {index for index in self._asked if not self._is_sampled(index)}
 
 

@@ -20,7 +20,7 @@ from async_rlhf.config.base import dotted
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
 from async_rlhf.rewards.functions import name_loaded_by
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import whole_file, write_file
 from async_rlhf.system.versions import environment
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
         config: of the run.
         rows: prompts of one pass over the data, if that is known.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "prompts_per_batch": config.batch_size,
         "completions_per_batch": config.batch_size * config.samples_per_prompt,
         "batches": config.num_batches,
@@ -128,11 +128,9 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
         "ranks": config.parallel.ranks,
         "placement": config.placement,
     }
-    return (
-        sizes
-        if not rows
-        else {**sizes, "prompts": rows, "num_train_epochs": config.num_batches * config.batch_size / rows}
-    )
+    if rows:
+        sizes |= {"prompts": rows, "num_train_epochs": config.num_batches * config.batch_size / rows}
+    return sizes
 
 
 def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) -> None:
@@ -148,9 +146,7 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) ->
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
     now["command"] = without_secret_words(now["command"])
-    with whole_file(path) as file:
-        json.dump([*(earlier if goes_on else []), now], file, indent=1)
-        file.write("\n")
+    write_file(path, json.dumps([*(earlier if goes_on else []), now], indent=1) + "\n")
 
 
 def _starts(path: Path) -> list[dict[str, Any]] | None:

@@ -67,9 +67,7 @@ def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus:
     other, learning = _mean(at_once, "time/batch"), batch - sampling
     gain = batch / other
     seconds = f"a batch took {other:.2f} s one step off-policy and {batch:.2f} s in turn"
-    told = [
-        f"Asynchrony: {seconds}, {gain:.2f} times as fast." if gain >= FASTER else f"Asynchrony: {seconds}: no gain."
-    ]
+    told = [f"Asynchrony: {seconds}" + (f", {gain:.2f} times as fast." if gain >= FASTER else ": no gain.")]
     if gpus < 2:
         place = "one GPU" if gpus else f"{cores} CPU core{'s' * (cores > 1)}"
         told.append(

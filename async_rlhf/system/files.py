@@ -51,6 +51,12 @@ def whole_file(path: Path) -> Iterator[TextIO]:
         temporary.unlink(missing_ok=True)
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a text file whole."""
+    with whole_file(path) as file:
+        file.write(text)
+
+
 def _locked(path: Path) -> TextIO:
     """A new text file, with a lock as long as it is open."""
     while True:

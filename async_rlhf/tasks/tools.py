@@ -212,9 +212,8 @@ class Search:
     def __init__(self, documents: Sequence[str] | str | Path) -> None:
         texts = _read(Path(documents)) if isinstance(documents, (str, Path)) else list(documents)
         good = bool(texts) and all(isinstance(text, str) and text for text in texts)
-        require(
-            good, "documents", documents, 'must hold at least one text, in a .jsonl line as "..." or {"text": "..."}'
-        )
+        right = 'must hold at least one text, in a .jsonl line as "..." or {"text": "..."}'
+        require(good, "documents", documents, right)
         self._lock = threading.Lock()  # tools are called in threads
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(text, tokenize='porter unicode61')")

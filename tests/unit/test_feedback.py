@@ -258,17 +258,17 @@ def test_questions_that_could_not_be_written_are_written_later(tmp_path, monkeyp
     one = feedback(tmp_path)
     full = OSError(errno.ENOSPC, "No space left on device")
 
-    def fails(path):
+    def fails(path, text):
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr("async_rlhf.run.feedback.whole_file", fails)
+        patch.setattr("async_rlhf.run.feedback.write_file", fails)
         one.arrived(1, 0, [group("a", "b")])
         with pytest.raises(OSError, match="No space left"):
             one.next(1, {1: batch(1, group("a", "b"))})
     again = feedback(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("async_rlhf.run.feedback.whole_file", fails)
+        patch.setattr("async_rlhf.run.feedback.write_file", fails)
         again.arrived(1, 0, [group("a", "b")])
     assert open_now(tmp_path) == []
     assert again.next(1, {1: batch(1, group("a", "b"))}) is None

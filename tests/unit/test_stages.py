@@ -233,8 +233,8 @@ with stage.publish_folder({}) as folder:
     die()
 """
 BEFORE_THE_MARKER = """
-whole_file = module.whole_file
-module.whole_file = lambda path: die() if path == stage.marker else whole_file(path)
+write_file = module.write_file
+module.write_file = lambda path, text: die() if path == stage.marker else write_file(path, text)
 stage.publish_files({stage.folder / "dish": "meal"}, {})
 """
 

@@ -125,10 +125,8 @@ class RewardJudge:
     def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
         assert self.model is not None
         assert self.tokenizer is not None
-        encoded = zip(
-            encode_texts(self.tokenizer, prompts), encode_responses(self.tokenizer, completions, ended), strict=True
-        )
-        rows = [prompt + completion for prompt, completion in encoded]
+        starts, ends = encode_texts(self.tokenizer, prompts), encode_responses(self.tokenizer, completions, ended)
+        rows = [start + end for start, end in zip(starts, ends, strict=True)]
         limit = positions_of(self.model)
         for number, row in enumerate(rows, start=1):
             if limit is not None and len(row) > limit:

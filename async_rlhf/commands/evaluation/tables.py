@@ -21,7 +21,7 @@ def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
     """
     titles = [f"{results['prompts']} held-out prompts, 95% intervals", "", ""]
     tables = [
-        _table(title, columns, results if human else {**results, "reference_response": None}, width)
+        _table(title, *filled(columns, results["models"], results["reference_response"] if human else None), width)
         for title, (columns, human) in zip(titles, columns_of(results), strict=True)
     ]
     return "\n".join([*filter(None, tables), *results.get("notes", ())])
@@ -52,22 +52,29 @@ def columns_of(results: Mapping[str, Any]) -> list[tuple[dict[str, str], bool]]:
     return [(overall, True), *((columns, False) for columns in against)]
 
 
-def _table(title: str, columns: Mapping[str, str], results: Mapping[str, Any], width: int) -> str:
-    """The columns that any model has, and the models that have any of them; "" if there are none."""
-    models = {name: one for name, one in results["models"].items() if any(key in one for key in columns.values())}
-    if not models:
+def filled(
+    columns: Mapping[str, str], models: Mapping[str, Mapping[str, Any]], human: Mapping[str, Any] | None
+) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a table: the columns that any model has, and the models that have any of them, then the human
+    responses if given. No rows if there is no such model.
+    """
+    having = {name: one for name, one in models.items() if any(key in one for key in columns.values())}
+    shown = {head: key for head, key in columns.items() if any(key in one for one in having.values())}
+    if having and human is not None:
+        having["(human)"] = human
+    rows = [[name, *(cell(key, one.get(key)) for key in shown.values())] for name, one in having.items()]
+    return ["model", *shown], rows
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    if not rows:
         return ""
-    shown = {header: key for header, key in columns.items() if any(key in one for one in models.values())}
     table = Table(title=title)
-    table.add_column("model")
-    for header in shown:
-        table.add_column(header, justify="right")
-    for name, one in models.items():
-        table.add_row(name, *(cell(key, one.get(key)) for key in shown.values()))
-    human = results["reference_response"]
-    if human is not None:
-        table.add_row("(human)", *(cell(key, human.get(key)) for key in shown.values()))
-    return _render(table, width)
+    for head in heads:
+        table.add_column(head, justify="left" if head == heads[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    return rendered(table, width)
 
 
 def side_by_side(samples: Sequence[Mapping[str, Any]], n: int) -> str:
@@ -105,7 +112,8 @@ def cell(key: str, value: Any) -> str:
     return f"{value:.1%}" if share else f"{value:.2f}"
 
 
-def _render(table: Table, width: int) -> str:
+def rendered(table: Table, width: int) -> str:
+    """A table as plain text, of at most so many columns."""
     console = Console(width=width, no_color=True, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(table, markup=False)

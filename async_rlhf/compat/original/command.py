@@ -69,10 +69,9 @@ def migrate(config: MigrateConfig) -> str:
     right = "must be left out: only files for train have it"
     require(command == "train" or not words, "algorithm" if config.algorithm else "ranks", words[-1:], right)
     t, _ = translate(import_attribute(COMMANDS[command].config), command, config.file, words)
+    right = f"must be a YAML file with keys of the original for async-rlhf {command}"
     if t is None:
-        raise ConfigError(
-            f"file: got {config.file!r}; must be a YAML file with keys of the original for async-rlhf {command}"
-        )
+        raise ConfigError(f"file: got {config.file!r}; {right}")
     if config.ranks is not None:
         t.does("ranks", {"train.parallel.ranks": config.ranks}, "as asked for")
     return as_yaml(t, Path(config.file).name)

@@ -89,9 +89,8 @@ def translate_relabel(t: Translation) -> None:
     t.maps("train_split", {"splits": splits}, note)
     t.maps("eval_split", {"splits": splits}, note)
     name = t["output_name"] or f"{source.rstrip('/')}_relabel"
-    t.maps(
-        "output_name", {"output_dir": f"runs/{os.path.basename(name.rstrip('/'))}"}, "a folder instead of a hub name"
-    )
+    folder = f"runs/{os.path.basename(name.rstrip('/'))}"
+    t.maps("output_name", {"output_dir": folder}, "a folder instead of a hub name")
     common.weights_dtype(t, "dtype")
     t.maps("tokenizer_name", "reward_tokenizer")
     eight, four = bool(t["load_in_8bit"]), bool(t["load_in_4bit"])

@@ -28,7 +28,7 @@ from async_rlhf.studies.certify.certificate import (
 from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials
 from async_rlhf.studies.sweep.trials import Trial, of_setting, parsed_held_out, parsed_run
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
 
 logger = logging.getLogger(__name__)
@@ -65,14 +65,12 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
         pairs = in_order(_arrivals(running, trials), [trial.seed for trial in trials[::2]], config.staleness)
         for pair, known in looks(pairs, question):
             found.append((pair, known))
-            with whole_file(folder / PAIRS) as file:
-                file.write(json_lines(line_of(*one) for one in found))
+            write_file(folder / PAIRS, json_lines(line_of(*one) for one in found))
             logger.info("%s", progress(pair, known, question))
         summary = summary_of(found, question)
         text = f"{told(summary)}\n\n{table(found, question)}\n"
-        for name, content in ((TEXT, text), (CERTIFICATE, json_lines([summary]))):
-            with whole_file(folder / name) as file:
-                file.write(content)
+        write_file(folder / TEXT, text)
+        write_file(folder / CERTIFICATE, json_lines([summary]))
     print(text)
     logger.info("certificate: %s", folder / CERTIFICATE)
     return summary

@@ -28,7 +28,7 @@ from async_rlhf.studies.explain.page import page
 from async_rlhf.studies.explain.repetition import Course, Part, Repetition, share
 from async_rlhf.studies.explain.update import difference, norm
 from async_rlhf.studies.explain.what_if import what_changes
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 from async_rlhf.types import Experience
 
 logger = logging.getLogger(__name__)
@@ -181,10 +181,7 @@ def _ranked(found: Repetition, experience: Experience) -> dict[str, Any]:
 def _write(files: Sequence[Path], account: dict[str, Any], metrics: Line) -> None:
     text = page(account)
     account["metrics"] = metrics
-    with whole_file(files[0]) as file:
-        json.dump(account, file, indent=1, allow_nan=False)
-        file.write("\n")
-    with whole_file(files[1]) as file:
-        file.write(text)
+    write_file(files[0], json.dumps(account, indent=1, allow_nan=False) + "\n")
+    write_file(files[1], text)
     print(text)
     logger.info("explain: written to %s and %s", *files)

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ _STENCIL = ((1, 8 / 12), (-1, -8 / 12), (2, -1 / 12), (-2, 1 / 12))
 """Of the first derivative, exact to the fourth order: multiples of the distance, and their weights."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contributions:
     """See the top of this file. Positive: the step follows what the unit or the token asks for."""
 
@@ -51,8 +51,6 @@ class Contributions:
     """(B, T) float64; by a finite difference, so they add up to those of units only about."""
     total: float
     """Of the whole batch, from the gradients that the learner itself computed."""
-    steps: int
-    """Optimiser steps that were taken."""
     kept: list[float]
     """What clipping left of the gradient of each step: 1 where it was not clipped."""
     log_ratios_BT: Tensor
@@ -64,6 +62,11 @@ class Contributions:
     """(U,) bool: whether a step was taken on the unit. Everything is 0 for the others, such as ties."""
     metrics: dict[str, Tensor]
     """(U,) float64: metrics that the objective gives of each unit, means over the steps; NaN for one without a step."""
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps that were taken."""
+        return len(self.kept)
 
 
 def contributions(update: RepeatableUpdate, experience: Experience, delta: Sequence[Tensor]) -> Contributions:
@@ -103,45 +106,42 @@ class _Watched(Parallel):
 
     def step(self, limit: float) -> list[float] | None:
         units_U, weight = next(self._steps)
-        seen = self._meter.see(units_U, weight)
+        seen, total = self._meter.see(units_U, weight)
         norms = super().step(limit)
         if norms is not None:  # else float16 overflowed, and nothing moved
-            self._meter.count(seen, kept=min(1.0, limit / (norms[0] + 1e-6)))
+            self._meter.count(seen, total, kept=min(1.0, limit / (norms[0] + 1e-6)))
         return norms
 
 
-@dataclass
-class _Seen:
-    """What was measured before one step, without what clipping leaves."""
+class _Seen(NamedTuple):
+    """What was measured of a unit before one step, without what clipping leaves."""
 
-    units_U: Tensor
-    contributions: list[float]
-    tokens: list[Tensor]
-    metrics: list[dict[str, float]]
-    log_ratios: list[Tensor]
-    moves: list[Tensor]
-    total: float
+    unit: int
+    contribution: float
+    tokens_BT: Tensor
+    metrics: dict[str, float]
+    log_ratios_BT: Tensor
+    moves_BT: Tensor
 
 
-@dataclass
 class _Meter:
     """Measures, and adds up over steps."""
 
-    update: RepeatableUpdate
-    experience: Experience
-    delta: Sequence[Tensor]
-    kept: list[float] = field(default_factory=list)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        shape, units = self.experience.sampled_BT.shape, self.experience.units
-        self._units_U = torch.zeros(units, dtype=torch.float64)
-        self._tokens_BT = torch.zeros(shape, dtype=torch.float64)
-        self._log_ratios_BT = torch.zeros(shape)
-        self._moves_BT = torch.zeros(shape, dtype=torch.float64)
-        self._first_U = torch.ones(units, dtype=torch.bool)
-        self._metrics: dict[str, Tensor] = {}
-        self._counts_U = torch.zeros(units, dtype=torch.float64)
+    def __init__(self, update: RepeatableUpdate, experience: Experience, delta: Sequence[Tensor]) -> None:
+        self.update, self.experience, self.delta = update, experience, delta
+        nothing_U = torch.zeros(experience.units, dtype=torch.float64)
+        nothing_BT = torch.zeros(experience.sampled_BT.shape, dtype=torch.float64)
+        self._found = Contributions(
+            units_U=nothing_U.clone(),
+            tokens_BT=nothing_BT.clone(),
+            total=0.0,
+            kept=[],
+            log_ratios_BT=nothing_BT.float(),
+            moves_BT=nothing_BT,
+            seen_U=nothing_U.bool(),
+            metrics={},
+        )
+        self._counts_U = nothing_U
 
     @cached_property
     def _distance(self) -> float:
@@ -156,11 +156,11 @@ class _Meter:
         most = max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
         return MOVED / most if most > 0 else 1.0
 
-    def see(self, units_U: Tensor, weight: float) -> _Seen:
-        """Measure the units of a step. The gradients of the whole mini-batch are there, and stay."""
+    def see(self, units_U: Tensor, weight: float) -> tuple[list[_Seen], float]:
+        """Measure the units of a step, and all together. The gradients of the whole mini-batch are there, and stay."""
         learner, policy = self.update.learner, self.update.policy
         scale = 1.0 if learner.parallel.loss_scale is None else learner.parallel.loss_scale.value
-        seen = _Seen(units_U, [], [], [], [], [], -inner([p.grad for p in policy], self.delta) / scale)
+        seen, total = [], -inner([p.grad for p in policy], self.delta) / scale
         slopes = self._slopes(units_U.tolist())
         for u, (logprobs, values) in zip(units_U.tolist(), slopes, strict=True):
             rows = self._rows(u)
@@ -169,49 +169,34 @@ class _Meter:
             loss = learner.algorithm.loss(output, rows, learner.batch_config)
             wanted = [*policy, output.logprobs_BT, *([] if output.values_BT is None else [output.values_BT])]
             found = torch.autograd.grad(loss.loss_sum / weight, wanted, allow_unused=True)
-            seen.contributions.append(-inner(found[: len(policy)], self.delta))
-            seen.tokens.append(_chained(found[len(policy) :], [logprobs, values]))
-            seen.metrics.append({name: float(value) for name, value in loss.metrics.items()})
-            log_ratios = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * rows.sampled_BT
-            seen.log_ratios.append(log_ratios.cpu())
-            seen.moves.append(logprobs.cpu())
-        return seen
+            contribution = -inner(found[: len(policy)], self.delta)
+            tokens_BT = _chained(found[len(policy) :], [logprobs, values])
+            metrics = {name: float(value) for name, value in loss.metrics.items()}
+            log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * rows.sampled_BT
+            seen.append(_Seen(u, contribution, tokens_BT, metrics, log_ratios_BT.cpu(), logprobs.cpu()))
+        return seen, total
 
-    def count(self, seen: _Seen, kept: float) -> None:
+    def count(self, seen: Sequence[_Seen], total: float, kept: float) -> None:
         """Add a step that was taken, with what clipping has left of it."""
-        self.kept.append(kept)
-        self.total += kept * seen.total
-        for i, u in enumerate(seen.units_U.tolist()):
-            self._units_U[u] += kept * seen.contributions[i]
-            rows, longest = self._place(u, seen.tokens[i])
-            self._tokens_BT[rows, :longest] += kept * seen.tokens[i]
-            if self._first_U[u]:
-                self._log_ratios_BT[rows, :longest] = seen.log_ratios[i]
-                self._moves_BT[rows, :longest] = seen.moves[i]
-            self._first_U[u] = False
+        found, size = self._found, self.experience.rows_per_unit
+        found.kept.append(kept)
+        found.total += kept * total
+        for one in seen:
+            u, rows, longest = one.unit, slice(one.unit * size, (one.unit + 1) * size), one.tokens_BT.shape[1]
+            found.units_U[u] += kept * one.contribution
+            found.tokens_BT[rows, :longest] += kept * one.tokens_BT
+            if not found.seen_U[u]:
+                found.log_ratios_BT[rows, :longest] = one.log_ratios_BT
+                found.moves_BT[rows, :longest] = one.moves_BT
+            found.seen_U[u] = True
             self._counts_U[u] += float(self.experience.loss_weights_U[u])
-            for name, value in seen.metrics[i].items():
-                empty_U = torch.zeros(self.experience.units, dtype=torch.float64)
-                self._metrics.setdefault(name, empty_U)[u] += value
+            for name, value in one.metrics.items():
+                found.metrics.setdefault(name, torch.zeros_like(self._counts_U))[u] += value
 
     def result(self) -> Contributions:
         """All steps together."""
-        metrics = {name: sums_U / self._counts_U for name, sums_U in self._metrics.items()}
-        return Contributions(
-            units_U=self._units_U,
-            tokens_BT=self._tokens_BT,
-            total=self.total,
-            steps=len(self.kept),
-            kept=self.kept,
-            log_ratios_BT=self._log_ratios_BT,
-            moves_BT=self._moves_BT,
-            seen_U=~self._first_U,
-            metrics=metrics,
-        )
-
-    def _place(self, unit: int, part: Tensor) -> tuple[slice, int]:
-        size = self.experience.rows_per_unit
-        return slice(unit * size, (unit + 1) * size), part.shape[1]
+        metrics = {name: sums_U / self._counts_U for name, sums_U in self._found.metrics.items()}
+        return replace(self._found, metrics=metrics)
 
     def _rows(self, unit: int) -> Experience:
         learner = self.update.learner

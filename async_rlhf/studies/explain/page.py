@@ -80,9 +80,8 @@ def _completions(account: Mapping[str, Any]) -> Iterator[str]:
     yield f"  {'#':>3} {'contribution':>12} {'without: change':>15} {'cosine':>7} {'KL':>8} {'weight':>7}  prompt"
     for unit in units[:SHOWN]:
         rank = f"{'=' if unit['tied'] else ''}{unit['rank']}"
-        yield f"  {rank:>3} {unit['percent']:>11.1f}% {_effect(unit['without'])} {unit['weight']:>7.4g}  " + (
-            _short(unit["prompt"], 44)
-        )
+        numbers = f"{rank:>3} {unit['percent']:>11.1f}% {_effect(unit['without'])} {unit['weight']:>7.4g}"
+        yield f"  {numbers}  {_short(unit['prompt'], 44)}"
         if unit["without"] is not None:
             yield from _rows(unit)
     if len(units) > SHOWN:

@@ -22,7 +22,7 @@ from async_rlhf.studies.feedback.people import (
     said_by_all,
 )
 from async_rlhf.studies.feedback.server import make_server
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ def _export(config: PeopleConfig, folder: Path, out: Path) -> None:
         text, count = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), len(rows)
     right = f"must be another one: of {len(said)} answers none is of this kind"
     require(count > 0, "format", config.format, right)
-    with whole_file(out) as file:
-        file.write(text.encode(errors="backslashreplace").decode())  # JSON's escape of half a character
+    write_file(out, text.encode(errors="backslashreplace").decode())  # JSON's escape of half a character
     logger.info("feedback: %s", agreement(said))
     logger.info("feedback: %d rows in %s", count, out)
     if config.format == "label_studio":

@@ -83,9 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         given = bearer if scheme.lower() == "bearer" else asked.get("token", [""])[0]
         known = hmac.compare_digest(given.encode(), self._token.encode())
         if not known:
-            self._send(
-                HTTPStatus.UNAUTHORIZED, {"error": "the address must have the token that the command has printed"}
-            )
+            right = "the address must have the token that the command has printed"
+            self._send(HTTPStatus.UNAUTHORIZED, {"error": right})
         return known
 
     def _send_page(self) -> None:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from async_rlhf.algorithms.table import find
+from async_rlhf.commands.evaluation.tables import rendered
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
@@ -25,7 +25,7 @@ from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
 from async_rlhf.studies.plan.search import GAIN, Choice, Proposal, in_flight, propose, search, try_split
 from async_rlhf.studies.plan.times import Scaled, Split, Times, given
 from async_rlhf.system import trace
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 
 PLAN, TRACE = "plan.json", "trace.json"
 _TRACKS = {simulate.LEARNER: trace.LEARNER, simulate.PUBLISHER: "publisher"}
@@ -70,8 +70,8 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
     results = report(choices, proposal, source)
     if config.output_dir is not None:
         folder = Path(config.output_dir)
-        with whole_file(folder / PLAN) as file:
-            file.write(json.dumps({"config": asdict(config), **results}, indent=2, allow_nan=False) + "\n")
+        plan = json.dumps({"config": asdict(config), **results}, indent=2, allow_nan=False)
+        write_file(folder / PLAN, plan + "\n")
         write_trace(proposal, folder / TRACE)
     return results
 
@@ -213,11 +213,7 @@ def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> 
         grid.add_row(*who, *cells, str(enough), *idle, "<-" if choice is proposal.choice else "")
     refused = [f"{_split(choice.split)}: {choice.why_not}" for choice in choices if choice.why_not]
     more = [f"and {len(refused) - 3} more splits"] if len(refused) > 3 else []
-    console = Console(width=200, no_color=True, force_terminal=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(grid, markup=False)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    return "\n".join(lines + [f"Impossible: {line}" for line in refused[:3]] + more)
+    return "\n".join([rendered(grid, 200), *(f"Impossible: {line}" for line in refused[:3]), *more])
 
 
 def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:

@@ -63,10 +63,8 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
     generators = traced.generators
     if any(int(log["batch"]) not in traced.requests for log in kept):
         # The trace covers only part of the run: use what all batches have.
-        rows, generators = (
-            [replace(row, generate=(log["time/generate"],)) for row, log in zip(rows, kept, strict=True)],
-            1,
-        )
+        rows = [replace(row, generate=(log["time/generate"],)) for row, log in zip(rows, kept, strict=True)]
+        generators = 1
     split = Split(generators, learners, traced.in_turn)
     return MeasuredRun(rows, split, lag, max(prompts), sum(log["time/batch"] for log in kept) / len(kept))
 

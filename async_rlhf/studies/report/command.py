@@ -16,7 +16,7 @@ from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import page
 from async_rlhf.studies.report.reading import EVALUATION, ReadRun, evaluations_of, read_run
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ def _write(
     follows = any(run.state == "running" for run in runs)
     text = page(runs, evaluations_of(runs, given), refresh if follows else None)
     # Two processes may write it: the run that has just ended, and a report that follows it.
-    with whole_file(out) as file:
-        file.write(text)
+    write_file(out, text)
     return runs
 
 

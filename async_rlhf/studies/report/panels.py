@@ -221,9 +221,8 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     for layer in spec["layer"]:
         layer["encoding"]["x"]["scale"] = {"zero": False, "nice": False, **window}
     found = idleness(run.traces.values())
-    says = (
-        "" if found is None else found.text
-    ) + " Shares are of each side's time from its first piece of work to its last."
+    says = "" if found is None else found.text
+    says += " Shares are of each side's time from its first piece of work to its last."
     if len(run.traces) > 1:
         says += f" They are of all {len(run.traces)} starts; the picture is of the newest, {name}."
     if len(rows) > len(shown):

@@ -20,6 +20,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.base import require
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.callbacks import TRAINER_STATE
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints, refuse_second
@@ -157,14 +158,12 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     Raises:
         ConfigError: there is no metrics.jsonl.
     """
-    if not (folder / METRICS).is_file():
-        right = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
-        raise ConfigError(f"runs: got {str(folder)!r}; {right}")
+    right = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
+    require((folder / METRICS).is_file(), "runs", str(folder), right)
     problems: list[str] = []
     found = list(_json_lines(folder / METRICS, problems))
     lines = [row for row in found if "batch" in row]
-    if found and not lines:
-        raise ConfigError(f"runs: got {str(folder)!r}; its {METRICS} is of another command than train")
+    require(not found or bool(lines), "runs", str(folder), f"its {METRICS} is of another command than train")
     rows, evals = (
         [row for row in lines if any(key.startswith("eval_") for key in row) is held] for held in (False, True)
     )
@@ -248,9 +247,8 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
         flat = Record(values).flat()
         for name in ("reward_funcs", "callbacks"):
             flat[name] = [without_text_arguments(str(function)) for function in values.get(name) or []]
-        return {
-            key: value for key, value in flat.items() if not f"{key}.".startswith(tuple(f"{g}." for g in FREE_FORM))
-        }
+        groups = tuple(f"{group}." for group in FREE_FORM)
+        return {key: value for key, value in flat.items() if not f"{key}.".startswith(groups)}
     return {}
 
 

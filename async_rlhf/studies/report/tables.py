@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from async_rlhf.commands.evaluation.tables import cell, columns_of
+from async_rlhf.commands.evaluation.tables import columns_of, filled
 from async_rlhf.config.secrets import HIDDEN, masked
 from async_rlhf.studies.report.reading import FREE_FORM, Evaluation, ReadRun
 
@@ -82,13 +82,10 @@ def evaluation(judged: Evaluation) -> Iterator[tuple[list[str], Rows, str]]:
     results = judged.results
     caption = f"{results.get('prompts', '')} held-out prompts, 95% intervals in brackets"
     for columns, human in columns_of(results):
-        models = {name: one for name, one in results["models"].items() if any(key in one for key in columns.values())}
-        shown = {head: key for head, key in columns.items() if any(key in one for one in models.values())}
-        if human and results.get("reference_response"):
-            models["(human)"] = results["reference_response"]
-        if shown:
-            rows = [[name, *(cell(key, one.get(key)) for key in shown.values())] for name, one in models.items()]
-            yield ["model", *shown], rows, caption
+        said = results.get("reference_response") or None
+        heads, rows = filled(columns, results["models"], said if human else None)
+        if rows:
+            yield heads, rows, caption
             caption = ""
 
 
@@ -97,9 +94,8 @@ def starts(runs: Sequence[ReadRun]) -> Iterator[list[str]]:
     for run in runs:
         for number, start in enumerate(run.starts, start=1):
             own, packages = start.get("async_rlhf") or {}, start.get("packages") or {}
-            commit = (
-                f" {str(own['commit'])[:10]}{' (changed)' if own.get('dirty') else ''}" if own.get("commit") else ""
-            )
+            changed = " (changed)" if own.get("dirty") else ""
+            commit = f" {str(own['commit'])[:10]}{changed}" if own.get("commit") else ""
             versions = ", ".join(f"{name} {version}" for name, version in packages.items())
             yield [
                 f"{run.name}, start {number}" if len(run.starts) > 1 else run.name,

@@ -20,7 +20,7 @@ from async_rlhf.studies.sweep.results import Results, summaries, table
 from async_rlhf.studies.sweep.running import Job, Outcome, run_alone, run_jobs
 from async_rlhf.studies.sweep.trials import Trial, labels_of, trials_of
 from async_rlhf.system.errors import UserCodeError
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
 
 TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
@@ -145,10 +145,8 @@ def _show(config: SweepConfig, trials: Sequence[Trial], found: Mapping[str, Resu
     starts = {trial.name: found[_start_name(trial)] for trial in done if _start_name(trial) in found}
     told = summaries([found[trial.name] for trial in done], starts, labels_of(config.baseline))
     folder, text = Path(config.output_dir), table(told, labels_of(config.baseline))
-    with whole_file(folder / TABLE) as file:
-        file.write(text)
-    with whole_file(folder / RESULTS) as file:
-        file.write(json_lines(found[trial.name] for trial in done))
+    write_file(folder / TABLE, text)
+    write_file(folder / RESULTS, json_lines(found[trial.name] for trial in done))
     files = {"table": TABLE, "every run": RESULTS}
     if not can_draw():
         logger.info("no picture: %s brings what draws it", INSTALL)

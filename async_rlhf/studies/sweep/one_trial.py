@@ -87,9 +87,8 @@ def run_start(start: Start) -> dict[str, Any]:
     from async_rlhf.commands.evaluate import run_evaluate
 
     models = {POLICY: start.model}
-    found = run_evaluate(replace(start.held_out, models=models, output_dir=start.folder, overwrite=start.overwrite))[
-        "models"
-    ]
+    config = replace(start.held_out, models=models, output_dir=start.folder, overwrite=start.overwrite)
+    found = run_evaluate(config)["models"]
     return {**_judged(found[POLICY]), "scores": scores_of(Path(start.folder), POLICY)}
 
 

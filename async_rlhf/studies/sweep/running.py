@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 from async_rlhf.system.subprocesses import context_of, start_process
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,7 @@ def _work(job: Job, threads: int, device: str | None) -> None:
     except Exception as problem:  # of any kind: it is told, and the other jobs go on
         error = f"{type(problem).__name__}: {problem}; see {job.folder / LOG}"
         traceback.print_exc()
-    with whole_file(job.folder / _RESULT) as file:
-        json.dump({"results": results, "error": error}, file)
+    write_file(job.folder / _RESULT, json.dumps({"results": results, "error": error}))
 
 
 def _end_with_parent() -> None:

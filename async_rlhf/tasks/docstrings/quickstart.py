@@ -17,7 +17,7 @@ from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, REPORT
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import write_file
 from async_rlhf.tasks.docstrings.config import DocstringsConfig, QuickstartConfig
 
 logger = logging.getLogger(__name__)
@@ -164,14 +164,12 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     from async_rlhf.studies.report.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
-    with whole_file(out / "summary.json") as file:
-        json.dump(summary, file, indent=2)
+    write_file(out / "summary.json", json.dumps(summary, indent=2))
     print(format_table(summary["results"]["evaluate"], shutil.get_terminal_size((WIDTH, 0)).columns))
     picture, page = out / "training.png", out / REPORT
     try:
-        plot_training(
-            {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}, picture, evaluation
-        )
+        runs = {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}
+        plot_training(runs, picture, evaluation)
         report_of_runs([out / name for name in RUNS], page)
     except ImportError:
         logger.warning("no picture and no page: %s brings what draws them", INSTALL)
