@@ -177,24 +177,58 @@ def pair_losses() -> Iterator[str]:
         yield f"| {' | '.join([*cells, f'{kls[0]:.2f}, {kls[1]:.2f}', str(len(base))])} |"
 
 
-def impulse() -> Iterator[str]:
-    """What some old batches in a row change, just after them and later; the seeds are the clusters."""
+class Branches(NamedTuple):
+    """Of one kind: some batches in a row that are sampled otherwise."""
+
+    objective: str
+    count: int
+    age: int
+    other: bool
+    rows: list[dict[str, Any]]
+
+    def change(self, later: int) -> Interval:
+        """Of right answers, so many batches after the last of those; the seeds are the clusters."""
+        found = [(row["right"].get(str(row["first"] + self.count - 1 + later)), row["seed"]) for row in self.rows]
+        values, seeds = zip(*((value, seed) for value, seed in found if value is not None), strict=True)
+        return clustered_mean_interval(values, seeds)
+
+
+def branches() -> Iterator[Branches]:
+    """All of recipes/science/impulse.py."""
     rows = [json.loads(line) for line in (DATA / "impulse.jsonl").read_text().splitlines()]
-    branches = [row for row in rows if row["kind"] == "branch"]
+    groups: dict[tuple[str, int, int, bool], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "branch":
+            groups[row["objective"], row["count"], row["age"], row["other"]].append(row)
+    order = list(dict.fromkeys(row["objective"] for row in rows))
+    for kind in sorted(groups, key=lambda kind: (order.index(kind[0]), *kind[1:])):
+        yield Branches(*kind, groups[kind])
+
+
+def impulse() -> Iterator[str]:
+    """What some old batches in a row change, just after them and later."""
     yield "| objective | batches in a row | sampled by | just after | 4 later | 16 later | branches |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
-    for objective in dict.fromkeys(row["objective"] for row in rows):
-        kinds = sorted({(row["count"], row["age"], row["other"]) for row in branches if row["objective"] == objective})
-        for count, age, other in kinds:
-            wanted = {"objective": objective, "count": count, "age": age, "other": other}
-            some = [row for row in branches if wanted.items() <= row.items()]
-            how = "the same weights, other random numbers" if other else f"weights of {age} batches before"
-            cells = [objective, str(count), how]
-            for later in (0, 4, 16):
-                found = [(row["right"].get(str(row["first"] + count - 1 + later)), row["seed"]) for row in some]
-                values, seeds = zip(*((value, seed) for value, seed in found if value is not None), strict=True)
-                cells.append(told(clustered_mean_interval(values, seeds), "+.3f"))
-            yield f"| {' | '.join([*cells, str(len(some))])} |"
+    for kind in branches():
+        how = "the same weights, other random numbers" if kind.other else f"weights of {kind.age} batches before"
+        changes = (told(kind.change(later), "+.3f") for later in (0, 4, 16))
+        yield f"| {' | '.join([kind.objective, str(kind.count), how, *changes, str(len(kind.rows))])} |"
+
+
+def draw_impulse(out: Path) -> None:
+    """What old batches in a row have changed just after them, against their number."""
+    from async_rlhf.studies.report.charts import Axis, Key, Series, curves, figure, render_png
+
+    rows = []
+    for kind in branches():
+        if kind.age == 16:
+            change = kind.change(0)
+            places = {"low": change.low, "high": change.high, "change": change.estimate, "batches": kind.count}
+            rows.append({"series": kind.objective, **places})
+    key = Key(Series(name, name, says=name) for name in dict.fromkeys(row["series"] for row in rows))
+    numbers = Axis("batches", "batches in a row sampled by the weights of 16 before", ticks=(1, 2, 4, 8, 16, 32))
+    change = Axis("change", "change of right answers just after", format="+.1f", domain=(-0.7, 0.2))
+    render_png(figure([curves(rows, key, numbers, change)], key), out)
 
 
 def whole_runs() -> Iterator[str]:
@@ -203,13 +237,24 @@ def whole_runs() -> Iterator[str]:
     for row in map(json.loads, (DATA / "impulse.jsonl").read_text().splitlines()):
         if row["kind"] != "branch":
             found[row["objective"], row["kind"]].extend(row["right"].values())
-    yield "| objective | S = 0 | S = 4 | S = 16 | seeds |"
-    yield "| --- | --- | --- | --- | --- |"
+    single = {(kind.objective, kind.age): kind for kind in branches() if kind.count == 1 and not kind.other}
+    yield "| objective | S = 0 | S = 4 | sum of single batches | S = 16 | sum of single batches | seeds |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for objective in dict.fromkeys(objective for objective, _ in found):
         base = found[objective, "base"]
-        changes = (np.subtract(found[objective, f"S = {age}"], base).tolist() for age in (4, 16))
-        cells = [told(mean_interval(base), ".3f"), *(told(mean_interval(change), "+.3f") for change in changes)]
-        yield f"| {' | '.join([objective, *cells, str(len(base))])} |"
+        cells = [objective, told(mean_interval(base), ".3f")]
+        for age in (4, 16):
+            change = mean_interval(np.subtract(found[objective, f"S = {age}"], base).tolist())
+            cells += [told(change, "+.3f"), f"{summed(single[objective, age]):+.2f}"]
+        yield f"| {' | '.join([*cells, str(len(base))])} |"
+
+
+def summed(kind: Branches) -> float:
+    """What single batches in the last 17 of a run have changed at its end, together: means at 0, 1, 2, 4, 8 and 16
+    batches later, and straight lines between them.
+    """
+    known = (0, 1, 2, 4, 8, 16)
+    return float(np.interp(range(17), known, [kind.change(later).estimate for later in known]).sum())
 
 
 def drift() -> Iterator[str]:
@@ -263,6 +308,7 @@ def main() -> None:
     if words:
         _, name, results = words
         keep(name, Path(results))
+    draw_impulse(DATA / "impulse.png")
     for path in PAGES:
         path.write_text(page(path), encoding="utf-8")
 
