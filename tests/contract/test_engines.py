@@ -63,7 +63,8 @@ def test_it_computes_and_draws_what_the_learner_would(trained, engine, staleness
     if staleness == "in flight":
         options = {"staleness": 2, "staleness_mode": "bounded", "generation": {"in_flight": True}}
     _, rows = trained(engine, "process", **options)
-    assert [row["engine/redraw_ties"] for row in rows] == [0.0] * len(rows)
+    # In flight the clock decides which weights draw a token, so now and then a random number lies on a boundary.
+    assert sum(row["engine/redraw_ties"] for row in rows) <= (staleness == "in flight")
     assert all(row["engine/logprob_difference"] < 1e-5 for row in rows)
     assert any("weights/probe_difference" in row for row in rows)
 
