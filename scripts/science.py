@@ -188,17 +188,16 @@ class Branches(NamedTuple):
 
     def change(self, later: int) -> Interval:
         """Of right answers, so many batches after the last of those; the seeds are the clusters."""
-        found = [(row["right"].get(str(row["first"] + self.count - 1 + later)), row["seed"]) for row in self.rows]
-        values, seeds = zip(*((value, seed) for value, seed in found if value is not None), strict=True)
-        return clustered_mean_interval(values, seeds)
+        values = [row["right"][str(row["first"] + self.count - 1 + later)] for row in self.rows]
+        return clustered_mean_interval(values, [row["seed"] for row in self.rows])
 
 
 def branches() -> Iterator[Branches]:
-    """All of recipes/science/impulse.py."""
+    """All of recipes/science/impulse.py that are followed for 16 batches after the last old one."""
     rows = [json.loads(line) for line in (DATA / "impulse.jsonl").read_text().splitlines()]
     groups: dict[tuple[str, int, int, bool], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if row["kind"] == "branch":
+        if row["kind"] == "branch" and str(row["first"] + row["count"] + 15) in row["right"]:
             groups[row["objective"], row["count"], row["age"], row["other"]].append(row)
     order = list(dict.fromkeys(row["objective"] for row in rows))
     for kind in sorted(groups, key=lambda kind: (order.index(kind[0]), *kind[1:])):
@@ -233,18 +232,18 @@ def draw_impulse(out: Path) -> None:
 
 def whole_runs() -> Iterator[str]:
     """The runs that branches are taken from, and those in which every batch is old."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in map(json.loads, (DATA / "impulse.jsonl").read_text().splitlines()):
         if row["kind"] != "branch":
-            found[row["objective"], row["kind"]].extend(row["right"].values())
+            (found[row["objective"], row["kind"]][row["seed"]],) = row["right"].values()
     single = {(kind.objective, kind.age): kind for kind in branches() if kind.count == 1 and not kind.other}
     yield "| objective | S = 0 | S = 4 | sum of single batches | S = 16 | sum of single batches | seeds |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for objective in dict.fromkeys(objective for objective, _ in found):
         base = found[objective, "base"]
-        cells = [objective, told(mean_interval(base), ".3f")]
+        cells = [objective, told(mean_interval([*base.values()]), ".3f")]
         for age in (4, 16):
-            change = mean_interval(np.subtract(found[objective, f"S = {age}"], base).tolist())
+            change = mean_interval([end - base[seed] for seed, end in found[objective, f"S = {age}"].items()])
             cells += [told(change, "+.3f"), f"{summed(single[objective, age]):+.2f}"]
         yield f"| {' | '.join([*cells, str(len(base))])} |"
 
@@ -271,11 +270,11 @@ def drift() -> Iterator[str]:
         if age in ages:
             kl, ess, second = (fmean(row[name] for row in rows) for name in ("kl", "ess", "second_moment"))
             change = crossed_mean_interval(lost(groups, objective, str(age)).tolist())
-            told_of[age].append((kl, ess, second, change.estimate))
+            told_of[age].append((kl, ess, second, -change.estimate))
             yield f"| {objective} | {age} | {kl:.2f} | {ess:.2f} | {second:.2f} | {told(change, '+.3f')} |"
     for age, found in told_of.items():
-        *measures, changes = zip(*found, strict=True)
-        ranks = (f"{stats.spearmanr(measure, changes).statistic:+.2f}" for measure in measures)
+        *measures, losses = zip(*found, strict=True)
+        ranks = (f"{stats.spearmanr(measure, losses).statistic:+.2f}" for measure in measures)
         yield f"| rank correlation with what is lost | {age} | {' | '.join(ranks)} | |"
 
 
@@ -308,9 +307,9 @@ def main() -> None:
     if words:
         _, name, results = words
         keep(name, Path(results))
-    draw_impulse(DATA / "impulse.png")
     for path in PAGES:
         path.write_text(page(path), encoding="utf-8")
+    draw_impulse(DATA / "impulse.png")
 
 
 if __name__ == "__main__":

@@ -261,8 +261,9 @@ class Checked:
     def leaves_out(self, names: Iterable[str], why: str, group: str = "") -> None:
         """Require keys to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
         for name in names:
-            value = getattr(self, name)
-            require(value == default_of(self, name), f"{group}{name}", value, f"must be left out {why}")
+            value, default = getattr(self, name), default_of(self, name)
+            left_out = value == default or (isinstance(value, tuple) and [*value] == default)
+            require(left_out, f"{group}{name}", value, f"must be left out {why}")
 
 
 def fields_of(kind: Any) -> list[dataclasses.Field[Any]]:

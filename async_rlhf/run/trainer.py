@@ -191,7 +191,8 @@ class OnlineTrainer:
             return evaluate(run)[0]
 
     def save_model(self, output_dir: str | None = None) -> Path:
-        """Write the policy and its tokenizer, and PPO's value model, into a folder; every rank must call it.
+        """Write the policy, in ``export_dtype``, its tokenizer, and PPO's value model into a folder. Every rank must
+        call it.
 
         Args:
             output_dir: None for "final" in the run's folder. What is there already is replaced if it was written in

@@ -23,9 +23,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("smollm.png"))
     wanted = parser.parse_args()
     series, rows = [], []
-    for trial in sorted((wanted.sweep / "runs").iterdir()):
+    for path in sorted(wanted.sweep.glob("runs/*/train/metrics.jsonl")):
+        trial = path.parents[1]
         setting = dict(part.split("=") for part in trial.name.split(","))
-        lines = map(json.loads, (trial / "train" / "metrics.jsonl").read_text().splitlines())
+        lines = map(json.loads, path.read_text().splitlines())
         scores = [line["objective/scores"] for line in lines if "objective/scores" in line]
         series.append(Series(trial.name, setting["algorithm"], int(setting["staleness"]), group=setting["algorithm"]))
         for first in range(0, len(scores), TOGETHER):

@@ -2,7 +2,8 @@
 
     python recipes/smollm/sums.py --out runs/smollm/sums
 
-writes train.jsonl and held_out.jsonl: the question in `messages`, the sum in `answer`. No pair of numbers is in both.
+writes train.jsonl and held_out.jsonl: the question in `messages`, the sum in `answer`. No question is in both; but for
+three in four of those that are held out, a + b, the question b + a is in train.jsonl.
 """
 
 from __future__ import annotations

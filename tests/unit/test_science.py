@@ -58,3 +58,25 @@ def test_p_values_are_corrected_for_their_number():
     rng = np.random.default_rng(0)
     wrong = sum(min(science.holm(rng.uniform(size=12).tolist())) <= 0.05 for _ in range(4000))
     assert 0.035 < wrong / 4000 < 0.06
+
+
+def branch(seed: int, first: int, changes: list[float]) -> dict:
+    right = {str(first + later): x for later, x in zip((0, 1, 2, 4, 8, 16), changes, strict=True)}
+    return {"objective": "o", "seed": seed, "kind": "branch", "first": first, "count": 1, "age": 4, "right": right}
+
+
+def test_changes_of_branches_are_means_over_seeds():
+    rows = [branch(0, 25, [0.1, 0.0, 0.0, 0.0, 0.0, 0.0]), branch(1, 37, [0.3, 0.2, 0.2, 0.2, 0.2, 0.0])]
+    kind = science.Branches("o", 1, 4, False, rows)
+    change = kind.change(0)
+    assert change.estimate == pytest.approx(0.2)
+    assert change.high - change.estimate == pytest.approx(12.706 * 0.1, rel=1e-3)  # t with one degree of freedom
+    # 0.2 just after, 0.1 from 1 to 8 batches later, then a straight line to 0 at 16.
+    assert science.summed(kind) == pytest.approx(0.2 + 8 * 0.1 + sum(0.1 * (16 - t) / 8 for t in range(9, 17)))
+
+
+def test_only_the_end_of_a_whole_run_is_kept():
+    whole = {"kind": "base", "seed": 0, "right": {"1": 0.1, "2": 0.2}}
+    assert science.compact(whole)["right"] == {"2": 0.2}
+    one = branch(0, 3, [0.0] * 6)
+    assert science.compact(one) == one

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import count_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
-from async_rlhf import OnlineDPOTrainer, OnlineTrainerState
+from async_rlhf import LoRAConfig, OnlineDPOTrainer, OnlineTrainerState, PPOTrainer
 from async_rlhf.run import trainer as trainers
 from async_rlhf.run.build import Inputs, build
 
@@ -111,6 +112,18 @@ def test_checkpoints_load_anywhere_and_generation_from_them_stops(make_policy, t
         assert AutoTokenizer.from_pretrained(folder / name).get_vocab() == tokenizer.get_vocab()
     state = OnlineTrainerState.load_from_json(str(folder / "checkpoint-3" / "trainer_state.json"))
     assert (state.global_step, state.episode, state.completions) == (3, 24, 48)
+
+
+def test_rounding_leaves_adapters_and_values_as_they_are(make_policy, tokenizer, prompts, make_args):
+    options = {"save_steps": 6, "lora": LoRAConfig(rank=2), "algorithm": "ppo", "export_dtype": "bfloat16"}
+    args = make_args(**options)
+    reward = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    PPOTrainer(make_policy(), args, prompts, **reward).train()
+    whole, rounded = (Path(args.output_dir) / name for name in ("checkpoint-6", "final"))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (rounded, whole))
+    assert all(torch.equal(tensor, theirs[name].to(torch.bfloat16)) for name, tensor in ours.items())
+    for file in ("adapter/adapter_model.safetensors", "value_model/model.safetensors"):
+        assert (rounded / file).read_bytes() == (whole / file).read_bytes()
 
 
 def test_a_run_s_last_policy_is_rounded_and_its_checkpoints_are_not(make_policy, tokenizer, prompts, make_args):
