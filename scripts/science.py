@@ -121,7 +121,7 @@ def p_of(means: Sequence[float]) -> float:
 
 def robustness() -> Iterator[str]:
     """Of each algorithm: accuracy at S = 0, and what larger S change."""
-    groups = grouped(read("robustness"))
+    groups = grouped([*read("robustness"), *read("between")])
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
     ages = sorted({int(age) for _, age in groups} - {0})
     oldest = str(ages[-1])
@@ -261,7 +261,7 @@ def drift() -> Iterator[str]:
     moved: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
     for row in map(json.loads, (DATA / "drift.jsonl").read_text().splitlines()):
         moved[row["objective"], row["age"]].append(row)
-    groups = grouped(read("robustness"))
+    groups = grouped([*read("robustness"), *read("between")])
     ages = [age for age in sorted({age for _, age in moved}) if any(int(known) == age for _, known in groups)]
     yield "| objective | S | KL | ESS | second moment | minus S = 0 |"
     yield "| --- | --- | --- | --- | --- | --- |"
