@@ -32,7 +32,9 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.run.config import RunConfig
+from async_rlhf.studies.sweep.command import start_jobs
 from async_rlhf.studies.sweep.config import SweepConfig
+from async_rlhf.studies.sweep.one_trial import run_start, run_trial
 from async_rlhf.studies.sweep.trials import trials_of
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +107,28 @@ def test_the_sweep_varies_one_key(tmp_path):
     judged = [parse(EvaluateConfig, "evaluate", line[1:])[0] for line in lines[1::2]]
     assert [config.run for config in judged] == [config.train.output_dir for config in trained]
     assert {config.models["sft"] for config in judged} == {config.ref_model for config in judged} == {trained[0].model}
+
+
+def test_the_sweep_of_sums_judges_its_start_and_trains(stand_in, tmp_path):
+    """As it stands, but for sizes and paths."""
+    run_script("smollm/sums.py", "--largest", 6, "--held_out", 10, "--out", tmp_path / "sums")
+    values = yaml.safe_load(FILES["smollm/sums.yml"].read_text("utf-8"))
+    values["base"] |= {"model": str(stand_in / "policy")}
+    values["base"]["data"]["train"] = str(tmp_path / "sums/train.jsonl")
+    values["base"]["train"] |= {"batches": 2, "completions_per_batch": 8, "per_device_train_batch_size": 8}
+    values["held_out"] |= {"data": str(tmp_path / "sums/held_out.jsonl"), "max_prompts": 10}
+    (tmp_path / "sums.yml").write_text(yaml.safe_dump(values))
+    output = str(tmp_path / "sweep")
+    config = parse(SweepConfig, "sweep", ["--config", str(tmp_path / "sums.yml"), "--output_dir", output])[0]
+    trials = trials_of(config)
+    (job,) = start_jobs(config, trials)
+    assert len(run_start(job.argument)["scores"]) == 10
+    for trial in (trials[0], trials[-1]):
+        found = run_trial(trial)
+        assert len(found["scores"]) == 10
+        assert math.isfinite(found["kl"]["estimate"])
+    run_script("smollm/curves.py", output, "--output", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
 
 
 def test_curves_of_sums(tmp_path):

@@ -121,6 +121,10 @@ def test_a_grid_has_every_combination_and_seed(make_sweep):
         ({"devices": ["0", "1", "2"]}, r"parallel: got 2; must be as many as devices, which are 3"),
         ({"executor": "ray"}, r"parallel: got 2; must be left out with executor \"ray\""),
         (
+            {"held_out": {"data": "x.jsonl", "reward_funcs": [REWARD], "penalties": "training"}},
+            r"held_out.penalties: got 'training'; must be left out: the starting model is judged, too",
+        ),
+        (
             {"held_out": {"data": "x.jsonl", "judge": {"url": "http://localhost:1/v1", "model": "m"}}},
             r"held_out.judge.url: got .*; must be left out: policies are compared by a gold reward",
         ),

@@ -192,6 +192,8 @@ def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
         raise ConfigError(f"held_out: {error}") from error
     right = "must be left out: policies are compared by a gold reward; give reward_funcs or reward_model"
     require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, right)
+    right = "must be left out: the starting model is judged, too, and no run has trained it"
+    require(held_out.penalties is None, "held_out.penalties", held_out.penalties, right)
     return held_out
 
 
