@@ -147,3 +147,21 @@ def test_measures_of_ratios_are_those_of_the_model_s_probabilities(study):
     ess = sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)
     expected = (-sum(changes) / len(changes), ess, sum(squares) / len(squares))
     assert drift.ratios(trainer, samples) == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_is_seen_again_was_sampled_so_many_updates_ago(study, monkeypatch):
+    monkeypatch.setattr(drift, "AGES", (1, 2))
+
+    def run(batches):
+        trainer = impulse.make_trainer(study.config("base", {"batches": batches, "learning_rate": 0.01}))
+        seen = drift.Seen(trainer)
+        trainer.add_callback(seen)
+        drift.train(replace(trainer.run, scorer=seen))
+        return trainer, seen
+
+    _, three = run(3)
+    one, samples = run(1)  # the policy after the first batch, and what was sampled before it
+    assert three.found[1][0] == pytest.approx(drift.ratios(one, samples._samples[-1]))
+    two, samples = run(2)
+    assert three.found[1][1] == pytest.approx(drift.ratios(two, samples._samples[-1]))
+    assert three.found[2] == [pytest.approx(drift.ratios(two, samples._samples[-2]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,46 @@ def test_only_the_end_of_a_whole_run_is_kept():
     assert science.compact(whole)["right"] == {"2": 0.2}
     one = branch(0, 3, [0.0] * 6)
     assert science.compact(one) == one
+
+
+def put(folder: Path, name: str, rows: list[dict]) -> None:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_who_moves_further_and_loses_more_is_correlated_with_what_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "DATA", tmp_path)
+    judged, moved = [], []
+    for i, name in enumerate("abc"):
+        moved.append(
+            {"objective": name, "seed": 0, "age": 4, "kl": 0.1 * i, "ess": 1 - 0.1 * i, "second_moment": 1.0 + i}
+        )
+        for seed, age in ((0, "0"), (0, "4"), (1, "0"), (1, "4")):
+            right = 10 if age == "0" else 8 - 2 * i - seed
+            setting = {"algorithm": name, "start": "first", "train.staleness": age}
+            judged.append({"setting": setting, "seed": seed, "kl": 0.0, "scores": "1" * right + "0" * (10 - right)})
+    put(tmp_path, "robustness", judged)
+    put(tmp_path, "between", [])
+    put(tmp_path, "drift", moved)
+    assert list(science.drift())[-1] == "| rank correlation with what is lost | 4 | +1.00 | -1.00 | +1.00 | |"
+
+
+def test_whole_runs_are_compared_seed_by_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "DATA", tmp_path)
+    ends = {
+        ("base", 0): 0.5,
+        ("base", 1): 0.9,
+        ("S = 4", 1): 0.8,
+        ("S = 4", 0): 0.4,
+        ("S = 16", 0): 0.3,
+        ("S = 16", 1): 0.7,
+    }
+    whole = [{"objective": "o", "kind": kind, "seed": seed, "right": {"9": x}} for (kind, seed), x in ends.items()]
+    old = [branch(seed, 25, [0.0] * 6) | {"age": age, "other": False} for seed in (0, 1) for age in (4, 16)]
+    put(tmp_path, "impulse", [*whole, *old])
+    assert list(science.whole_runs())[-1].split(" | ")[2:] == [
+        "-0.100 [-0.100, -0.100]",
+        "+0.00",
+        "-0.200 [-0.200, -0.200]",
+        "+0.00",
+        "2 |",
+    ]
