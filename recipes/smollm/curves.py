@@ -16,6 +16,12 @@ TOGETHER = 5
 """Batches of a mean: 320 answers."""
 
 
+def means(scores: list[float]) -> list[tuple[float, float]]:
+    """The middle of some batches, which count from 1, and their mean."""
+    parts = [scores[first : first + TOGETHER] for first in range(0, len(scores), TOGETHER)]
+    return [(i * TOGETHER + (len(part) + 1) / 2, fmean(part)) for i, part in enumerate(parts)]
+
+
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -29,9 +35,7 @@ def main() -> None:
         lines = map(json.loads, path.read_text().splitlines())
         scores = [line["objective/scores"] for line in lines if "objective/scores" in line]
         series.append(Series(trial.name, setting["algorithm"], int(setting["staleness"]), group=setting["algorithm"]))
-        for first in range(0, len(scores), TOGETHER):
-            some = scores[first : first + TOGETHER]
-            rows.append({"series": trial.name, "batch": first + (len(some) + 1) / 2, "right": fmean(some)})
+        rows += [{"series": trial.name, "batch": batch, "right": share} for batch, share in means(scores)]
     named = [one._replace(says=f"{one.algorithm}, S = {one.staleness}") for one in series]
     key = Key(named)
     share = Axis("right", f"right answers (mean of {TOGETHER} batches)", format="%", domain=(0.0, 1.0))

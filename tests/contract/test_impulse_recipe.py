@@ -89,6 +89,9 @@ def test_a_branch_is_the_run_but_for_what_is_exchanged(study):
     for branch in (impulse.Branch(4, age=2), impulse.Branch(4, other=True)):
         other = run(study, branch, whole, **start)
         assert [same(other[batch], whole[batch]) for batch in range(3, 7)] == [True, False, False, False]
+    one, two = (run(study, impulse.Branch(4, count, other=True), whole, **start) for count in (1, 2))
+    assert same(one[4], two[4])
+    assert not same(one[5], two[5])  # the next batch of the first has its own random numbers again
     # What is old is sampled by the weights of the run itself: batch 5 by version 2, which the branch shares.
     two, one = (run(study, impulse.Branch(4, count, age=2), whole, **start) for count in (2, 1))
     assert same(two[4], one[4])

@@ -137,6 +137,8 @@ def test_contributions_add_up_to_what_the_learners_own_gradients_say(
     size = found.units_U.abs().sum().item()
     assert found.steps == len(found.kept) > 1
     assert found.units_U.sum().item() == pytest.approx(found.total, abs=1e-4 * size)
+    first_U = found.log_ratios_BT.abs().amax(dim=1).view(-1, experience.rows_per_unit).amax(dim=1)
+    assert first_U.min() < 1e-5  # of the first mini-batch: the second epoch sees it again, when the policy has moved
     tokens_U = found.tokens_BT.sum(dim=1).view(-1, experience.rows_per_unit).sum(dim=1)
     assert tokens_U.tolist() == pytest.approx(found.units_U.tolist(), abs=2e-3 * size)
     assert (found.tokens_BT * (1 - experience.sampled_BT)).abs().max() == 0

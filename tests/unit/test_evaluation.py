@@ -289,7 +289,9 @@ def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
     difference = [a - b for a, b in zip(scores["policy"], scores["sft"], strict=True)]
     assert policy["gold_difference_vs_sft"] == mean_interval(difference)._asdict()
     assert copy["gold_difference_vs_sft"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
-    assert "gold difference" in (tmp_path / "evaluation" / "evaluation.txt").read_text()
+    table = (tmp_path / "evaluation" / "evaluation.txt").read_text()
+    assert "gold difference" in table
+    assert "│ (human)" in table
     assert results["reference_response"]["gold_mean"] == mean_interval(human)._asdict()
 
     # The same weights see the same random numbers.

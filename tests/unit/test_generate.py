@@ -386,6 +386,7 @@ def test_generations_and_models_do_not_go_together(evaluation):
             replace(evaluation, **change)
     with pytest.raises(ConfigError, match=r"reward_funcs: got .*; must be left out with judge.url"):
         replace(evaluation, judge=JudgeConfig(url="http://localhost:1", model="m"))
+    replace(evaluation, judge=JudgeConfig(url="http://localhost:1", model="m"), reward_funcs=())  # as [] is
     with pytest.raises(ConfigError, match="reward_tokenizer: got 'x'; must be null without reward_model"):
         replace(evaluation, reward_tokenizer="x")
 

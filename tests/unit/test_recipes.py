@@ -112,6 +112,9 @@ def test_the_sweep_varies_one_key(tmp_path):
 def test_the_sweep_of_sums_judges_its_start_and_trains(stand_in, tmp_path):
     """As it stands, but for sizes and paths."""
     run_script("smollm/sums.py", "--largest", 6, "--held_out", 10, "--out", tmp_path / "sums")
+    files = [(tmp_path / "sums" / name).read_text().splitlines() for name in ("train.jsonl", "held_out.jsonl")]
+    assert list(map(len, files)) == [26, 10]
+    assert len({line for file in files for line in file}) == 36
     values = yaml.safe_load(FILES["smollm/sums.yml"].read_text("utf-8"))
     values["base"] |= {"model": str(stand_in / "policy")}
     values["base"]["data"]["train"] = str(tmp_path / "sums/train.jsonl")
@@ -139,6 +142,8 @@ def test_curves_of_sums(tmp_path):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run_script("smollm/curves.py", tmp_path, "--output", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    means = runpy.run_path(str(ROOT / "recipes/smollm/curves.py"))["means"]
+    assert means([0.0, 0.5, 1.0, 1.0, 0.0, 0.25, 0.75]) == [(3.0, 0.5), (6.5, 0.5)]
 
 
 # Stand-ins
