@@ -99,8 +99,8 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
             save_steps=20,
             save_total_limit=1,
             staleness=staleness,
-            completions_per_batch=128,
-            batches=max(2, round(40 * config.scale)),
+            completions_per_batch=64,
+            batches=max(2, round(60 * config.scale)),
             # Small micro-batches, sorted by length, save more on padding than they lose by being small.
             per_device_train_batch_size=8,
             learning_rate=2e-4,
