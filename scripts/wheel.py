@@ -59,7 +59,10 @@ def main() -> None:
         command = folder / "venv" / "bin" / "async-rlhf"
         if set(say(command, "recipes", folder=folder).split()) != recipes:
             sys.exit("async-rlhf recipes does not list the recipes")
-        say(command, "quickstart", "--help", folder=folder)
+        say(command, "quickstart", "--scale", "0.01", "--out", "quickstart", folder=folder)
+        made = {path.name for path in (folder / "quickstart").iterdir()}
+        if missing := {"report.html", "summary.json", "training.png"} - made:
+            sys.exit(f"async-rlhf quickstart did not make {', '.join(sorted(missing))}")
         # As the messages and pages say: extras of what is installed take no index that has async-rlhf.
         say(sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--no-index", "async-rlhf[report]")
     print(f"{wheel.name} and {sdist.name} are whole; the wheel works alone")

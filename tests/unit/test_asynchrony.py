@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+import pytest
 import torch
 from tiny import PROMPTS, new_args
 
@@ -50,6 +51,14 @@ def test_a_quickstart_resumes_only_what_has_begun(tmp_path):
     stages = stage_configs(QuickstartConfig(str(tmp_path)))
     assert [stages[name].train.resume for name in ("synchronous", "asynchronous")] == [False, True]
     assert not stage_configs(QuickstartConfig(str(tmp_path), overwrite=True))["asynchronous"].train.resume
+
+
+@pytest.mark.parametrize(
+    ("scale", "batches", "prompts"), [(0.01, 2, 100), (0.2, 12, 200), (1, 60, 1000), (4, 240, 1000)]
+)
+def test_scale_multiplies_the_work(tmp_path, scale, batches, prompts):
+    stages = stage_configs(QuickstartConfig(str(tmp_path), scale=scale))
+    assert (stages["synchronous"].train.batches, stages["evaluate"].max_prompts) == (batches, prompts)
 
 
 def test_a_quickstart_ends_with_its_summary_whatever_its_page_does(tmp_path, capsys, caplog):
