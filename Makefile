@@ -21,10 +21,11 @@ test-quick: setup   ## install, then run the laws, the oracles, the golden runs,
 test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
 	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare $(PARALLEL)
 	FUZZ_CASES=1400 $(BIN)/python -m pytest tests/contract/test_fuzz.py
+	$(BIN)/python -m pytest -m rare tests/benchmarks $(PARALLEL)
 	test ! -e $(VENV)/.distributed || $(BIN)/python -m pytest -m 'distributed and rare' tests/distributed
 	test ! -e $(VENV)/.vllm || $(BIN)/python -m pytest -m 'vllm and rare' tests/vllm
 
-test-benchmarks: setup   ## every benchmark in its smallest size; the planner's memory against the learner's
+test-benchmarks: setup   ## benchmarks in their smallest size (the slow ones are rare); the planner's memory against the learner's
 	$(BIN)/python -m pytest $(PARALLEL) tests/benchmarks tests/memory
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it

@@ -11,6 +11,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from async_rlhf.commands.evaluation.statistics import (
     crossed_mean_interval,
     mean_interval,
 )
+from async_rlhf.studies.sweep.results import summaries, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "science.md", DOCS / "stale_batches.md"
@@ -42,12 +44,14 @@ class Judged(NamedTuple):
     """To the starting model, nats a completion."""
     scores: tuple[int, ...]
     """Of each held-out prompt, 0 or 1."""
+    ess: float | None = None
+    """Of completions, at the end of training; not kept for all studies."""
 
 
 def read(name: str) -> list[Judged]:
     """The runs of a study."""
     rows = map(json.loads, (DATA / f"{name}.jsonl").read_text().splitlines())
-    return [Judged(row["setting"], row["seed"], row["kl"], tuple(map(int, row["scores"]))) for row in rows]
+    return [Judged(**row | {"scores": tuple(map(int, row["scores"]))}) for row in rows]
 
 
 def keep(name: str, results: Path) -> None:
@@ -60,8 +64,10 @@ def keep(name: str, results: Path) -> None:
     for row in map(json.loads, results.read_text().splitlines()):
         assert set(row["scores"]) <= {0.0, 1.0}, "only right or wrong answers are kept"
         scores = "".join(str(int(score)) for score in row["scores"])
-        kl = round(row["kl"]["estimate"], 4)
-        lines.append(json.dumps({"setting": row["setting"], "seed": row["seed"], "kl": kl, "scores": scores}))
+        kl, ess = round(row["kl"]["estimate"], 4), round(row["metrics"]["val/ess_sequence"], 4)
+        lines.append(
+            json.dumps({"setting": row["setting"], "seed": row["seed"], "kl": kl, "ess": ess, "scores": scores})
+        )
     DATA.mkdir(exist_ok=True)
     (DATA / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
@@ -103,9 +109,9 @@ def grouped(runs: Sequence[Judged]) -> Runs:
     return found
 
 
-def lost(groups: Runs, algorithm: str, staleness: str) -> np.ndarray:
-    """(runs, prompts): scores less those of the same start and seed at S = 0."""
-    here, base = groups[algorithm, staleness], groups[algorithm, "0"]
+def lost(groups: Runs, algorithm: str, staleness: str, bases: Runs | None = None) -> np.ndarray:
+    """(runs, prompts): scores less those of the same start and seed at S = 0, of others if given."""
+    here, base = groups[algorithm, staleness], (bases or groups)[algorithm, "0"]
     return np.array([np.subtract(here[key].scores, base[key].scores) for key in here if key in base])
 
 
@@ -119,9 +125,9 @@ def p_of(means: Sequence[float]) -> float:
     return float(stats.ttest_1samp(means, 0.0).pvalue)
 
 
-def robustness() -> Iterator[str]:
-    """Of each algorithm: accuracy at S = 0, and what larger S change."""
-    groups = grouped([*read("robustness"), *read("between")])
+def robustness(*names: str) -> Iterator[str]:
+    """Of each algorithm: accuracy at S = 0, and what larger S change; of the runs of some studies."""
+    groups = grouped([run for name in names for run in read(name)])
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
     ages = sorted({int(age) for _, age in groups} - {0})
     oldest = str(ages[-1])
@@ -139,12 +145,42 @@ def robustness() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def primary() -> Iterator[str]:
+def primary(name: str) -> Iterator[str]:
     """The comparison that was named beforehand."""
-    groups = grouped(read("robustness"))
+    groups = grouped(read(name))
     first, second = (lost(groups, algorithm, "16") for algorithm in PRIMARY)
     more = crossed_mean_interval((first - second).tolist())
     yield f"{told(more, '+.3f')}, p = {p_of((first - second).mean(axis=1).tolist()):.1g}, {len(first)} pairs of runs"
+
+
+def equal_time() -> Iterator[str]:
+    """Of each algorithm: accuracy at S = 0 after as long as larger S take, and what these change."""
+    groups, bases = grouped([*read("robustness"), *read("between")]), grouped(read("time"))
+    ages = sorted({age for _, age in groups if age != "0"}, key=int)
+    yield f"| algorithm | S = 0 | {' | '.join(f'S = {age}' for age in ages)} |"
+    yield f"| --- | --- | {' | '.join('---' for _ in ages)} |"
+    for algorithm, _ in bases:
+        level = within(crossed_mean_interval([run.scores for run in bases[algorithm, "0"].values()]))
+        changes = [crossed_mean_interval(lost(groups, algorithm, age, bases).tolist()) for age in ages]
+        yield f"| {' | '.join([algorithm, told(level, '.3f'), *(told(change, '+.3f') for change in changes)])} |"
+
+
+def swept(name: str, baseline: Mapping[str, str]) -> Iterator[str]:
+    """The table of a sweep, without axes that have one value."""
+    runs = read(name)
+    axes = [axis for axis in runs[0].setting if len({run.setting[axis] for run in runs}) > 1]
+    results = [
+        {
+            "name": "",
+            "setting": {axis: run.setting[axis] for axis in axes},
+            "seed": run.seed,
+            "scores": run.scores,
+            "kl": {"estimate": run.kl},
+            "metrics": {} if run.ess is None else {"val/ess_sequence": run.ess},
+        }
+        for run in runs
+    ]
+    yield from table(summaries(results, {}, baseline), baseline).splitlines()
 
 
 def rates() -> Iterator[str]:
@@ -280,8 +316,16 @@ def drift() -> Iterator[str]:
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "rates": rates,
-    "robustness": robustness,
-    "primary": primary,
+    "robustness": partial(robustness, "robustness", "between"),
+    "primary": partial(primary, "robustness"),
+    "second": partial(robustness, "second"),
+    "primary_second": partial(primary, "second"),
+    "equal_time": equal_time,
+    "staleness": partial(swept, "staleness", {"train.staleness": "0"}),
+    "mini_batches": partial(swept, "mini_batches", {"N": "1"}),
+    "epochs_and_samples": partial(swept, "epochs_and_samples", {"epochs and samples": "T 1, K 2"}),
+    "corrections": partial(swept, "corrections", {}),
+    "original_schedule": partial(swept, "original_schedule", {"schedule": "per step"}),
     "pair_losses": pair_losses,
     "impulse": impulse,
     "whole_runs": whole_runs,

@@ -1,4 +1,5 @@
-"""The benchmarks that start several processes, at their smallest size: what they print is possible.
+"""The benchmarks that start several processes, at their smallest size: what they print is possible. Most of them are
+rare: they take minutes, and guard no law.
 
 Not at any size here: TRL's side of peers.py and trl_example.py, which install TRL from PyPI into an environment of
 their own; and peers.py with the quickstart's models, which take minutes to make.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import pytest
 from printed import by_itself, columns, markdown, named, require
 
+RARE = pytest.mark.rare
 WAITING = {
     "waits_evaluation.py": ({"none", "generators", "learner"}, "wall sampling training waited ratio predicted"),
     "waits_agents.py": ({"in process", "by HTTP"}, "seconds ratio"),
@@ -24,7 +26,7 @@ WAITING = {
 SHARES = {"stall", "places", "idle"}
 
 
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("name", [name if "rewards" in name else pytest.param(name, marks=RARE) for name in WAITING])
 def test_waits(name):
     ways, figures = WAITING[name]
     found = named(by_itself(name))
@@ -57,7 +59,7 @@ def test_publish():
         assert row["stall"] == "-" if row[""] in ("network", "raw") else float(row["stall"]) >= 0
 
 
-@pytest.mark.parametrize("words", [(), ("--only", "cores")])
+@pytest.mark.parametrize("words", [(), pytest.param(("--only", "cores"), marks=RARE)])
 def test_plan_against_runs(words):
     text = by_itself("plan.py", *words)
     (rows,) = markdown(text)
@@ -69,6 +71,7 @@ def test_plan_against_runs(words):
     require(text.partition("overlap_slowdown")[2].split()[0], 1)
 
 
+@RARE
 def test_checkpoint():
     *table, one, two = by_itself("checkpoint.py").strip().splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table if line.startswith("│")]
@@ -79,6 +82,7 @@ def test_checkpoint():
         require(line.partition("still")[2], 0.001)
 
 
+@RARE
 def test_loading():
     _, *rows = by_itself("loading.py").splitlines()
     assert [row.split(":")[0].strip() for row in rows] == ["whole", "shares"]
@@ -86,6 +90,7 @@ def test_loading():
         require(row.partition("peak")[2])
 
 
+@RARE
 def test_rows():
     titles = ["seconds", "busy", "ratio", "replies", "above", "whole", "received"]
     rows = columns(by_itself("rows.py"), 10, titles)
@@ -97,6 +102,7 @@ def test_rows():
     require(rows[1]["received"])
 
 
+@RARE
 def test_algorithms():
     (rows,) = markdown(by_itself("algorithms.py"))
     assert [(row["algorithm"], row["S"]) for row in rows] == [("SFT", ""), ("grpo", "1")]
@@ -105,6 +111,7 @@ def test_algorithms():
     require(rows[1]["KL to SFT"])
 
 
+@RARE
 def test_episodes():
     (rows,) = markdown(by_itself("episodes.py"))
     assert [(row["task"], row["algorithm"], row["S"], row["seed"]) for row in rows] == [
@@ -135,6 +142,7 @@ def test_peers_our_side(tmp_path):
         require(row[33:59], 0.001)
 
 
+@RARE
 def test_mutants(tmp_path):
     (rows,) = markdown(by_itself("mutants.py", "--results", str(tmp_path / "mutants.jsonl")))
     (row,) = rows
@@ -142,6 +150,7 @@ def test_mutants(tmp_path):
     assert int(row["killed"]) + int(row["equivalent"]) + int(row["alive"]) == 1
 
 
+@RARE
 def test_faults():
     """One run, killed once: ends as if never touched, or the exit code is not 0."""
     (rows,) = markdown(by_itself("faults.py"))

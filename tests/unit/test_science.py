@@ -124,3 +124,33 @@ def test_whole_runs_are_compared_seed_by_seed(tmp_path, monkeypatch):
         "+0.00",
         "2 |",
     ]
+
+
+def judged(setting: dict, seed: int, right: int, **more: float) -> dict:
+    return {"setting": setting, "seed": seed, "kl": 0.5, "scores": "1" * right + "0" * (10 - right), **more}
+
+
+def test_equal_time_compares_with_the_shorter_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "DATA", tmp_path)
+    of = {age: {"algorithm": "a", "start": "first", "train.staleness": age} for age in ("0", "1", "16")}
+    put(tmp_path, "robustness", [judged(of[age], seed, 9) for age in ("0", "16") for seed in (0, 1)])
+    put(tmp_path, "between", [judged(of["1"], 0, 7)])
+    put(tmp_path, "time", [judged(of["0"], seed, 6) for seed in (0, 1)])
+    assert [cell.split(" ")[0] for cell in list(science.equal_time())[-1].split(" | ")] == [
+        "|",
+        "0.600",
+        "+0.100",
+        "+0.300",
+    ]
+
+
+def test_a_sweeps_table_has_the_axes_that_vary(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "DATA", tmp_path)
+    settings = [{"algorithm": "a", "train.learning_rate": "0.1", "train.staleness": age} for age in ("0", "4")]
+    rows = [judged(one, seed, 5 + i, ess=0.75) for i, one in enumerate(settings) for seed in (0, 1)]
+    put(tmp_path, "s", rows)
+    titles, _, first, second = science.swept("s", {"train.staleness": "0"})
+    assert titles == ("| staleness | seeds | gold reward | minus staleness 0 | KL to start | ESS, completions |")
+    assert first.startswith("| 0 | 2 | 0.500 [")
+    assert first.endswith("] |  | 0.50 [0.50, 0.50] | 0.750 |")
+    assert "| +0.100 [" in second
