@@ -34,7 +34,7 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m 'distributed and not rare' tests/distributed $(PARALLEL) --dist loadfile
 
-docs-check: setup   ## run every command and the notebook of the documentation, on tiny models: five minutes
+docs-check: setup   ## run every command of the documentation, on tiny models: five minutes
 	$(BIN)/python -m pytest -m docs tests/docs $(PARALLEL) --maxprocesses 2 --dist worksteal
 
 # In the order in which they should be seen: docs/first_hour_gpu.md.

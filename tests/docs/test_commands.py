@@ -196,25 +196,6 @@ def test_a_command_of_a_page_runs(words, here, tmp_path):
     )
 
 
-def test_the_notebook_runs(tmp_path):
-    """Its cells in one namespace, as a kernel has them."""
-    pytest.importorskip("matplotlib", reason="comes with the extra reasoning-gym")
-    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text("utf-8"))["cells"]
-    source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=source,
-        text=True,
-        capture_output=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    said = re.findall(r"^batch +(\d+), weights +(\d+): The ", done.stdout, re.MULTILINE)
-    assert said == [("1", "0")] * 3 + [("16", "14")] * 3
-
-
 EXACT = ("recipes", "config", "grep")
 NOT_COMPARED = {"docs/commands/explain.md", "docs/commands/evaluate.md"}
 """Their rows are what stood out in one run, and its checkpoints."""
