@@ -2,7 +2,8 @@
 
     python scripts/wheel.py
 
-The environment of the trial sees this one's packages, all but async_rlhf: the wheel's own comes first.
+The wheel is built from the sdist. The environment of its trial has the packages that the wheel's metadata asks for, and
+what those ask for, by links to this one's.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 import zipfile
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
@@ -34,6 +38,27 @@ def wrong_with(names: set[str], recipes: set[str]) -> list[str]:
     ]
 
 
+def asked_for(name: str, *extras: str) -> dict[str, Distribution]:
+    """What a distribution with some extras asks for, and what that asks for, by name."""
+    found, seen, waiting = {}, set(), [(name, frozenset(extras))]
+    while waiting:
+        seen.add(one := waiting.pop())
+        found[one[0]] = distribution(one[0])
+        for need in map(Requirement, found[one[0]].requires or []):
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *one[1])):
+                further = canonicalize_name(need.name), frozenset(need.extras)
+                waiting += [further] if further not in seen else []
+    return {other: one for other, one in found.items() if other != name}
+
+
+def link(distributions: dict[str, Distribution], site: Path) -> None:
+    """Put links to the files of distributions into the packages of another environment."""
+    for one in distributions.values():
+        for top in {file.parts[0] for file in one.files or []} - {"..", "__pycache__"}:
+            if not os.path.lexists(site / top):
+                (site / top).symlink_to(Path(str(one.locate_file(top))))
+
+
 def main() -> None:
     for old in (DIST, ROOT / "build", ROOT / "async_rlhf.egg-info"):  # files of an earlier build would come along
         shutil.rmtree(old, ignore_errors=True)
@@ -43,7 +68,6 @@ def main() -> None:
     recipes = set(say("git", "ls-files", folder=ROOT / "recipes").split())
     with zipfile.ZipFile(wheel) as file, tarfile.open(sdist) as tar:
         inside = {wheel: set(file.namelist()), sdist: {name.partition("/")[2] for name in tar.getnames()}}
-    inside[sdist] = {name for name in inside[sdist] if not name.startswith("tests")}  # setuptools adds some
     if wrong := [f"{path.name} {what}" for path, names in inside.items() for what in wrong_with(names, recipes)]:
         sys.exit("\n".join(wrong))
     with tempfile.TemporaryDirectory() as empty:
@@ -52,17 +76,19 @@ def main() -> None:
         python = folder / "venv" / "bin" / "python"
         say(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
         site = Path(say(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-        (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        link(asked_for("async-rlhf"), site)
         place = say(python, "-c", "import async_rlhf; print(async_rlhf.__file__)", folder=folder)
         if not place.startswith(str(site)):
             sys.exit(f"the trial imported {place}")
         command = folder / "venv" / "bin" / "async-rlhf"
         if set(say(command, "recipes", folder=folder).split()) != recipes:
             sys.exit("async-rlhf recipes does not list the recipes")
-        say(command, "quickstart", "--scale", "0.01", "--out", "quickstart", folder=folder)
-        made = {path.name for path in (folder / "quickstart").iterdir()}
-        if missing := {"report.html", "summary.json", "training.png"} - made:
-            sys.exit(f"async-rlhf quickstart did not make {', '.join(sorted(missing))}")
+        quickstart = [command, "quickstart", "--scale", "0.01", "--out", "quickstart"]
+        for extras, made in (((), {"summary.json"}), (("report",), {"summary.json", "report.html", "training.png"})):
+            link(asked_for("async-rlhf", *extras), site)
+            say(*quickstart, folder=folder)  # the second time only its end
+            if made != {path.name for path in (folder / "quickstart").iterdir() if path.is_file()}:
+                sys.exit(f"async-rlhf quickstart with the extras {extras} did not make {made}")
         # As the messages and pages say: extras of what is installed take no index that has async-rlhf.
         say(sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--no-index", "async-rlhf[report]")
     print(f"{wheel.name} and {sdist.name} are whole; the wheel works alone")
