@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -98,7 +99,9 @@ def _run(name: str, words: list[str]) -> int:
         print(f"async-rlhf {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"async-rlhf {name}: error: {type(error).__name__}: {error}", file=sys.stderr)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what_to_do = "; make room and start again: what was saved before is whole" if full else ""
+        print(f"async-rlhf {name}: error: {type(error).__name__}: {error}{what_to_do}", file=sys.stderr)
         return 1
     return 0
 

@@ -68,7 +68,8 @@ def _require_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"port: got {port}; {host} cannot be listened on there: {error}") from error
+            why = f"{host} cannot be listened on there ({error.strerror})"
+            raise ConfigError(f"port: got {port}; must be a free one: {why}") from error
 
 
 def _replica(config: ServeConfig, number: int, has_gpu: bool) -> Replica:

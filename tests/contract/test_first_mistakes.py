@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -228,3 +230,17 @@ def test_a_device_that_is_not_there_is_named_before_anything_is_done(make_policy
     assert "device: got 'cuda:99'; must be a device of this host, where torch sees" in said
     assert "Traceback" not in said
     assert not Path("out").exists() or not list(Path("out").iterdir())
+
+
+def test_a_full_disk_amid_the_work_says_what_to_do(capsys, monkeypatch):
+    def full(_config):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/mine/metrics.jsonl")
+
+    monkeypatch.setattr("async_rlhf.commands.recipes.run_recipes", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "async-rlhf recipes: error: OSError: [Errno 28] No space left on device: 'runs/mine/metrics.jsonl'; "
+        "make room and start again: what was saved before is whole\n"
+    )

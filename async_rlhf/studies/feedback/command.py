@@ -44,7 +44,8 @@ def run_feedback(config: PeopleConfig) -> None:
     try:
         server = make_server(People(folder), config.host, config.port, token)
     except OSError as error:
-        raise ConfigError(f"port: got {config.port}; {config.host} cannot be listened on there: {error}") from error
+        why = f"{config.host} cannot be listened on there ({error.strerror})"
+        raise ConfigError(f"port: got {config.port}; must be a free one, or 0 for any: {why}") from error
     host, port = server.server_address[:2]
     print(f"http://{host!s}:{port}/?token={quote(token, safe='')}", flush=True)
     with server:
