@@ -824,7 +824,7 @@ def test_the_update_takes_about_as_long_as_others_report():
 
 
 def test_zero_3_holds_float32_and_copies_to_compute_with():
-    config = recipe("llama_8b_8_gpus")
+    config = recipe("llama_8b_64_gpus")
     fsdp, zero = (
         estimate(replace(config, model=replace(config.model, strategy=name))).memory(8, True)
         for name in ("fsdp", "zero3")
