@@ -26,7 +26,7 @@ from mkdocs.structure.pages import Page
 import async_rlhf
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.base import spelt
-from async_rlhf.config.parsing import options_of
+from async_rlhf.config.parsing import _texts, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
@@ -36,7 +36,7 @@ OUTSIDE = {
 """Pages outside docs/, and where they are in the site."""
 FOUND = {
     "reference/keys/": "train.generation.vllm.gpu_memory_utilization",
-    "reference/names/": "OnlineDPOTrainer",
+    "reference/names/": "OnlineTrainer.train",
     "architecture/": "staleness",
     "more/benchmarks-results/": "quickstart",
 }
@@ -62,16 +62,51 @@ def keys_page() -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def signature(name: str, found: Any) -> str:
+    """How it is called: types without quotes, functions by their names, and a line for each of many parameters."""
+    told = re.sub(r"<function (\S+) at 0x\w+>", r"\1", str(inspect.signature(found)))
+    told = re.sub(r"(: |-> )(['\"])(.*?)\2", r"\1\3", told).replace("(self)", "()").replace("(self, ", "(")
+    told = told.removesuffix(" -> None") if inspect.isclass(found) else told
+    if len(name + told) > 100:
+        parameters, end = told.rsplit(")", 1)
+        told = re.sub(r", (?=\*|\w+: )", ",\n    ", parameters.replace("(", "(\n    ", 1)) + f",\n){end}"
+    return f"```python\n{name}{told}\n```"
+
+
+def readable(docstring: str) -> str:
+    """A docstring as Markdown: arguments and errors are lists."""
+    told = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", inspect.cleandoc(docstring)).replace("``", "`")
+    told = re.sub(r"^    (?! )(?:(\w+): )?", lambda line: f"- `{line[1]}`: " if line[1] else "", told, flags=re.M)
+    return re.sub(r"^(Args|Returns|Raises):$", r"**\1**\n", told, flags=re.M)
+
+
 def names_page() -> Iterator[str]:
-    """Every public name, with what it is."""
+    """Every public name, with what it is, its fields, properties and methods."""
     yield "# Public names"
     yield "`from async_rlhf import ...`. [What is stable](../api.md) says how changes are announced."
     for name in async_rlhf.__all__[1:]:
         found = getattr(async_rlhf, name)
         yield f"## {name}"
-        if "Config" not in name:  # keys are on the page of keys
-            yield f"```python\n{name}{inspect.signature(found)}\n```"
-        yield re.sub(r":\w+:`~?([^`]*)`", r"`\1`", inspect.getdoc(found) or "").replace("``", "`").split("\n\nArgs:")[0]
+        is_config = "Config" in name
+        if is_config:
+            yield "Its keys are on [the page of keys](keys.md)."
+        elif found.__init__.__qualname__ == f"{name}.__init__":
+            yield signature(name, found)
+        yield readable(found.__doc__)
+        base = next((base.__name__ for base in found.__mro__[1:] if base.__name__ in async_rlhf.__all__), None)
+        if base:
+            yield f"It has all that [{base}](#{base.lower()}) has."
+        own = {member: value for member, value in vars(found).items() if not member.startswith("_")}
+        texts = {} if is_config or base else {field: text for field, text in _texts(found).items() if field in own}
+        texts |= {one: value.__doc__ for one, value in own.items() if isinstance(value, property) and value.__doc__}
+        if texts:
+            yield "**Attributes**"
+            yield "\n".join(f"- `{member}`: {' '.join(readable(text).split())}" for member, text in texts.items())
+        for member, value in own.items():
+            if inspect.isfunction(value) and value.__doc__:  # one without it does what its base says
+                yield f"### {name}.{member}"
+                yield signature(member, value)
+                yield readable(value.__doc__)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

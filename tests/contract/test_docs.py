@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from importlib import import_module
@@ -55,6 +56,15 @@ def test_links_lead_somewhere(page):
 def test_the_site_is_built_so_that_warnings_end_it():
     """With --quiet no warning is counted, so --strict finds no anchor that leads nowhere."""
     assert "mkdocs build --strict\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_site_has_whole_docstrings():
+    pytest.importorskip("mkdocs")
+    site = runpy.run_path(str(ROOT / "scripts" / "site.py"))
+    names = "\n".join(site["names_page"]())
+    for told in ("### OnlineTrainer.train\n", "Callable[[Any], Needs] = nothing,", "- `reward_funcs`: called as f("):
+        assert told in names
+    assert " at 0x" not in names
 
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("docs/architecture.md", 200)])
