@@ -2,9 +2,10 @@
 
     mkdocs build --strict     # make site
 
-Pages that lie outside docs/ come along, links between all of them are kept, and links to code become its name. Two
-pages are made from the code: the keys of all commands, and the public names. A link or an anchor that leads nowhere, a
-page that no menu has, and a search that does not find what it should, end the build.
+Pages that lie outside docs/ and the notebook come along, links between all of them are kept, and links to code become
+its name. Two pages are made from the code: the keys of all commands, and the public names. Figures follow the switch
+between light and dark. A link or an anchor that leads nowhere, a page that no menu has, and a search that does not find
+what it should, end the build.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     path.relative_to(ROOT).as_posix(): f"more/{path.relative_to(ROOT).as_posix().lower().replace('/', '-')}"
     for path in [*ROOT.glob("*.md"), ROOT / "benchmarks" / "RESULTS.md", *ROOT.glob("recipes/*/README.md")]
-}
-"""Pages outside docs/, and where they are in the site."""
+} | {"docs/notebook.ipynb": "notebook.md"}
+"""Pages outside docs/, and a notebook inside, and where they are in the site."""
+SCHEMES = {"light": "not all", "dark": "all"}
+"""Each scheme, and where its copy of a figure is dark: a figure in Safari asks the system, not the page's switch."""
 FOUND = {
     "reference/keys/": "train.generation.vllm.gpu_memory_utilization",
     "reference/names/": "OnlineTrainer.train",
+    "notebook/": "OnlineDPOTrainer",
     "architecture/": "staleness",
     "more/benchmarks-results/": "quickstart",
 }
@@ -109,10 +113,25 @@ def names_page() -> Iterator[str]:
                 yield readable(value.__doc__)
 
 
+def notebook_page(notebook: str) -> Iterator[str]:
+    """A notebook's cells, and where to get it."""
+    for number, cell in enumerate(json.loads(notebook)["cells"]):
+        text = "".join(cell["source"])
+        yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        if number == 0:
+            yield 'To run it: <a href="../notebook.ipynb" download>the notebook</a>.'
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside docs/, and those from the code."""
+    """Add the pages outside docs/, the notebook, and those from the code."""
     for path, place in OUTSIDE.items():
-        files.append(File.generated(config, place, content=(ROOT / path).read_text("utf-8")))
+        text = (ROOT / path).read_text("utf-8")
+        is_page = path.endswith(".md")
+        files.append(File.generated(config, place, content=text if is_page else "\n\n".join(notebook_page(text))))
+    for path in (ROOT / "docs" / "figures").iterdir():
+        for scheme, media in SCHEMES.items():
+            drawing = path.read_text("utf-8").replace("(prefers-color-scheme:dark)", media)
+            files.append(File.generated(config, f"figures/{path.stem}-{scheme}.svg", content=drawing))
     for place, lines in (("reference/keys.md", keys_page()), ("reference/names.md", names_page())):
         files.append(File.generated(config, place, content="\n\n".join(lines) + "\n"))
     return files
@@ -127,7 +146,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(posixpath.dirname(own), link["path"]))
         place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if place is not None:
-            return f"{link[1]}({posixpath.relpath(place, posixpath.dirname(uri) or '.')}{link['place'] or ''})"
+            target = posixpath.relpath(place, posixpath.dirname(uri) or ".")
+            if target.endswith(".svg"):
+                return "".join(f"{link[1]}({target[:-4]}-{scheme}.svg#only-{scheme})" for scheme in SCHEMES)
+            return f"{link[1]}({target}{link['place'] or ''})"
         if not (ROOT / path).exists():
             raise PluginError(f"{own}: {link['path']} is not there")
         return link["text"]
