@@ -128,10 +128,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / path).read_text("utf-8")
         is_page = path.endswith(".md")
         files.append(File.generated(config, place, content=text if is_page else "\n\n".join(notebook_page(text))))
-    for path in (ROOT / "docs" / "figures").iterdir():
+    for figure in (ROOT / "docs" / "figures").iterdir():
         for scheme, media in SCHEMES.items():
-            drawing = path.read_text("utf-8").replace("(prefers-color-scheme:dark)", media)
-            files.append(File.generated(config, f"figures/{path.stem}-{scheme}.svg", content=drawing))
+            drawing = figure.read_text("utf-8").replace("(prefers-color-scheme:dark)", media)
+            files.append(File.generated(config, f"figures/{figure.stem}-{scheme}.svg", content=drawing))
     for place, lines in (("reference/keys.md", keys_page()), ("reference/names.md", names_page())):
         files.append(File.generated(config, place, content="\n\n".join(lines) + "\n"))
     return files
