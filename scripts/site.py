@@ -2,9 +2,10 @@
 
     mkdocs build --strict     # make site
 
-Pages that lie outside docs/ come along, links between all of them are kept, and links to code become its name. Two
-pages are made from the code: the keys of all commands, and the public names. A link or an anchor that leads nowhere, a
-page that no menu has, and a search that does not find what it should, end the build.
+Pages that lie outside docs/ and the notebook come along, links between all of them are kept, and links to code become
+its name. Two pages are made from the code: the keys of all commands, and the public names. Figures follow the switch
+between light and dark. A link or an anchor that leads nowhere, a page that no menu has, and a search that does not find
+what it should, end the build.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from mkdocs.structure.pages import Page
 import async_rlhf
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.base import spelt
-from async_rlhf.config.parsing import options_of
+from async_rlhf.config.parsing import _texts, options_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     path.relative_to(ROOT).as_posix(): f"more/{path.relative_to(ROOT).as_posix().lower().replace('/', '-')}"
     for path in [*ROOT.glob("*.md"), ROOT / "benchmarks" / "RESULTS.md", *ROOT.glob("recipes/*/README.md")]
-}
-"""Pages outside docs/, and where they are in the site."""
+} | {"docs/notebook.ipynb": "notebook.md"}
+"""Pages outside docs/, and a notebook inside, and where they are in the site."""
+SCHEMES = {"light": "not all", "dark": "all"}
+"""Each scheme, and where its copy of a figure is dark: a figure in Safari asks the system, not the page's switch."""
 FOUND = {
     "reference/keys/": "train.generation.vllm.gpu_memory_utilization",
-    "reference/names/": "OnlineDPOTrainer",
+    "reference/names/": "OnlineTrainer.train",
+    "notebook/": "OnlineDPOTrainer",
     "architecture/": "staleness",
     "more/benchmarks-results/": "quickstart",
 }
@@ -62,22 +66,72 @@ def keys_page() -> Iterator[str]:
         yield "\n".join(lines)
 
 
+def signature(name: str, found: Any) -> str:
+    """How it is called: types without quotes, functions by their names, and a line for each of many parameters."""
+    told = re.sub(r"<function (\S+) at 0x\w+>", r"\1", str(inspect.signature(found)))
+    told = re.sub(r"(: |-> )(['\"])(.*?)\2", r"\1\3", told).replace("(self)", "()").replace("(self, ", "(")
+    told = told.removesuffix(" -> None") if inspect.isclass(found) else told
+    if len(name + told) > 100:
+        parameters, end = told.rsplit(")", 1)
+        told = re.sub(r", (?=\*|\w+: )", ",\n    ", parameters.replace("(", "(\n    ", 1)) + f",\n){end}"
+    return f"```python\n{name}{told}\n```"
+
+
+def readable(docstring: str) -> str:
+    """A docstring as Markdown: arguments and errors are lists."""
+    told = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", inspect.cleandoc(docstring)).replace("``", "`")
+    told = re.sub(r"^    (?! )(?:(\w+): )?", lambda line: f"- `{line[1]}`: " if line[1] else "", told, flags=re.M)
+    return re.sub(r"^(Args|Returns|Raises):$", r"**\1**\n", told, flags=re.M)
+
+
 def names_page() -> Iterator[str]:
-    """Every public name, with what it is."""
+    """Every public name, with what it is, its fields, properties and methods."""
     yield "# Public names"
     yield "`from async_rlhf import ...`. [What is stable](../api.md) says how changes are announced."
     for name in async_rlhf.__all__[1:]:
         found = getattr(async_rlhf, name)
         yield f"## {name}"
-        if "Config" not in name:  # keys are on the page of keys
-            yield f"```python\n{name}{inspect.signature(found)}\n```"
-        yield re.sub(r":\w+:`~?([^`]*)`", r"`\1`", inspect.getdoc(found) or "").replace("``", "`").split("\n\nArgs:")[0]
+        is_config = "Config" in name
+        if is_config:
+            yield "Its keys are on [the page of keys](keys.md)."
+        elif found.__init__.__qualname__ == f"{name}.__init__":
+            yield signature(name, found)
+        yield readable(found.__doc__)
+        base = next((base.__name__ for base in found.__mro__[1:] if base.__name__ in async_rlhf.__all__), None)
+        if base:
+            yield f"It has all that [{base}](#{base.lower()}) has."
+        own = {member: value for member, value in vars(found).items() if not member.startswith("_")}
+        texts = {} if is_config or base else {field: text for field, text in _texts(found).items() if field in own}
+        texts |= {one: value.__doc__ for one, value in own.items() if isinstance(value, property) and value.__doc__}
+        if texts:
+            yield "**Attributes**"
+            yield "\n".join(f"- `{member}`: {' '.join(readable(text).split())}" for member, text in texts.items())
+        for member, value in own.items():
+            if inspect.isfunction(value) and value.__doc__:  # one without it does what its base says
+                yield f"### {name}.{member}"
+                yield signature(member, value)
+                yield readable(value.__doc__)
+
+
+def notebook_page(notebook: str) -> Iterator[str]:
+    """A notebook's cells, and where to get it."""
+    for number, cell in enumerate(json.loads(notebook)["cells"]):
+        text = "".join(cell["source"])
+        yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        if number == 0:
+            yield 'To run it: <a href="../notebook.ipynb" download>the notebook</a>.'
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside docs/, and those from the code."""
+    """Add the pages outside docs/, the notebook, and those from the code."""
     for path, place in OUTSIDE.items():
-        files.append(File.generated(config, place, content=(ROOT / path).read_text("utf-8")))
+        text = (ROOT / path).read_text("utf-8")
+        is_page = path.endswith(".md")
+        files.append(File.generated(config, place, content=text if is_page else "\n\n".join(notebook_page(text))))
+    for figure in (ROOT / "docs" / "figures").iterdir():
+        for scheme, media in SCHEMES.items():
+            drawing = figure.read_text("utf-8").replace("(prefers-color-scheme:dark)", media)
+            files.append(File.generated(config, f"figures/{figure.stem}-{scheme}.svg", content=drawing))
     for place, lines in (("reference/keys.md", keys_page()), ("reference/names.md", names_page())):
         files.append(File.generated(config, place, content="\n\n".join(lines) + "\n"))
     return files
@@ -92,7 +146,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(posixpath.dirname(own), link["path"]))
         place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if place is not None:
-            return f"{link[1]}({posixpath.relpath(place, posixpath.dirname(uri) or '.')}{link['place'] or ''})"
+            target = posixpath.relpath(place, posixpath.dirname(uri) or ".")
+            if target.endswith(".svg"):
+                return "".join(f"{link[1]}({target[:-4]}-{scheme}.svg#only-{scheme})" for scheme in SCHEMES)
+            return f"{link[1]}({target}{link['place'] or ''})"
         if not (ROOT / path).exists():
             raise PluginError(f"{own}: {link['path']} is not there")
         return link["text"]

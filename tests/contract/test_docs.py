@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from documented import ELSEWHERE, NOT_RUN, PAGES, ROOT, is_run, python, shown
@@ -55,6 +57,19 @@ def test_links_lead_somewhere(page):
 def test_the_site_is_built_so_that_warnings_end_it():
     """With --quiet no warning is counted, so --strict finds no anchor that leads nowhere."""
     assert "mkdocs build --strict\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_the_site_has_whole_docstrings_figures_that_follow_its_switch_and_a_notebook_to_read():
+    pytest.importorskip("mkdocs")
+    site = runpy.run_path(str(ROOT / "scripts" / "site.py"))
+    names = "\n".join(site["names_page"]())
+    for told in ("### OnlineTrainer.train\n", "Callable[[Any], Needs] = nothing,", "- `reward_funcs`: called as f("):
+        assert told in names
+    assert " at 0x" not in names
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="README.md"))
+    links = site["on_page_markdown"]("[A](notebook.ipynb) ![b](figures/c.svg)", page, None, None)
+    assert links == "[A](notebook.md) ![b](figures/c-light.svg#only-light)![b](figures/c-dark.svg#only-dark)"
+    assert "def friendly(" in "".join(site["notebook_page"]((ROOT / "docs" / "notebook.ipynb").read_text("utf-8")))
 
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("docs/architecture.md", 200)])

@@ -33,6 +33,7 @@ from async_rlhf.run import build, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
 READS_SHARES, AGREE, ITERATE_WEIGHTS = build._reads_shares, remote.agree, snapshots.iterate_weights
+MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
 
@@ -146,6 +147,14 @@ def fail_at(trainer: OnlineTrainer, batch: int, **how) -> None:
     trainer.learner.annotate = failing
 
 
+def strategy_of_the_page(_config, ranks):
+    """The one that docs/extend/strategy.md shows, as it stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "extend" / "strategy.md").read_text(encoding="utf-8")
+    shown: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], shown)
+    return shown["AveragedGradients"](ranks)
+
+
 GROUPS = {"kl": KLConfig, "feedback": FeedbackConfig}
 
 
@@ -172,6 +181,7 @@ def train(
     publishing: str | None = None,
     episodes: bool = False,
     agent: bool = False,
+    of_page: bool = False,
     **changes,
 ) -> None:
     """One run, as its arguments say; those of a group of keys are a dictionary.
@@ -181,6 +191,7 @@ def train(
     """
     rank = int(os.environ.get("RANK", 0))
     change_modules(whole, first_scale, publishing, head_rows, file_bytes)
+    build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
     named = None if models is None else Path(models.format(rank=rank))
     args = new_args(
         Path(folder),

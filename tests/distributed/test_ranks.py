@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"algorithm": "grpo", "staleness": 1, "samples_per_prompt": 4, "curriculum": 0.9, "trained_prompts": 8},
         ["ddp", "fsdp"],
     ),
+    "strategy of the page": ({**ASYNC, "of_page": True}, ["ddp"]),
     "lora": ({"algorithm": "rloo", "staleness": 1, "lora": 2}, ["ddp", "fsdp", "zero3"]),
     # FSDP2 rounds otherwise, see below.
     "bf16": ({**ASYNC, "bf16": True}, ["ddp", "zero2", "zero3"]),
