@@ -150,7 +150,7 @@ def fail_at(trainer: OnlineTrainer, batch: int, **how) -> None:
 def strategy_of_the_page(_config, ranks):
     """The one that docs/extend/strategy.md shows, as it stands there."""
     page = (Path(__file__).parents[2] / "docs" / "extend" / "strategy.md").read_text(encoding="utf-8")
-    shown: dict[str, Any] = {}
+    shown: dict = {}
     exec(page.partition("```python\n")[2].partition("```")[0], shown)
     return shown["AveragedGradients"](ranks)
 
