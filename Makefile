@@ -64,7 +64,7 @@ wheel: setup        ## build the sdist and the wheel, check what is in them, and
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python scripts/wheel.py
 
-release: lint test wheel   ## all of a release but the upload
+release: lint site test wheel   ## all of a release but the upload
 	@echo "to upload: $(BIN)/python -m twine upload dist/*"
 
 bench: setup        ## how much of sampling and training overlaps

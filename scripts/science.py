@@ -1,4 +1,4 @@
-"""The tables of docs/science.md and docs/stale_batches.md from their data, which are in docs/science.
+"""The tables of docs/science.md, docs/stale_batches.md and recipes/smollm/README.md from their data, in docs/science.
 
 python scripts/science.py                                             # print every table
 python scripts/science.py keep robustness runs/science/robustness/results.jsonl    # take a sweep's results over
@@ -29,7 +29,7 @@ from async_rlhf.commands.evaluation.statistics import (
 from async_rlhf.studies.sweep.results import summaries, table
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = DOCS / "science.md", DOCS / "stale_batches.md"
+PAGES = DOCS / "science.md", DOCS / "stale_batches.md", DOCS.parent / "recipes" / "smollm" / "README.md"
 DATA = DOCS / "science"
 PRIMARY = ("online_dpo", "online_dpo, anchored")
 """What one loses to staleness less what the other does: named in recipes/science/robustness.yml before the runs."""
@@ -314,6 +314,24 @@ def drift() -> Iterator[str]:
         yield f"| rank correlation with what is lost | {age} | {' | '.join(ranks)} | |"
 
 
+def sums() -> Iterator[str]:
+    """Right answers of SmolLM2 to held-out sums: to all, and to those that are new in either order. The scores of the
+    first row say which these are; intervals are over questions, whose scores are means over seeds.
+    """
+    mask, *runs = read("sums")
+    new = np.array(mask.scores, dtype=bool)
+    groups: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
+    for run in runs:
+        groups[run.setting["algorithm"], run.setting["train.staleness"]].append(run.scores)
+    all_of_them, some = f"right answers to {len(new)} held-out sums", f"to the {new.sum()} that are new in either order"
+    yield f"| | S | seeds | {all_of_them} | {some} |"
+    yield "| --- | --- | --- | --- | --- |"
+    for (algorithm, staleness), scores in groups.items():
+        mean = np.mean(scores, axis=0)
+        cells = [told(mean_interval(part.tolist()), ".1%") for part in (mean, mean[new])]
+        yield f"| {' | '.join([algorithm, staleness, str(len(scores)), *cells])} |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "rates": rates,
     "robustness": partial(robustness, "robustness", "between"),
@@ -321,12 +339,9 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "second": partial(robustness, "second"),
     "primary_second": partial(primary, "second"),
     "equal_time": equal_time,
-    "staleness": partial(swept, "staleness", {"train.staleness": "0"}),
-    "mini_batches": partial(swept, "mini_batches", {"N": "1"}),
     "epochs_and_samples": partial(swept, "epochs_and_samples", {"epochs and samples": "T 1, K 2"}),
-    "corrections": partial(swept, "corrections", {}),
-    "original_schedule": partial(swept, "original_schedule", {"schedule": "per step"}),
     "pair_losses": pair_losses,
+    "sums": sums,
     "impulse": impulse,
     "whole_runs": whole_runs,
     "drift": drift,

@@ -154,3 +154,18 @@ def test_a_sweeps_table_has_the_axes_that_vary(tmp_path, monkeypatch):
     assert first.startswith("| 0 | 2 | 0.500 [")
     assert first.endswith("] |  | 0.50 [0.50, 0.50] | 0.750 |")
     assert "| +0.100 [" in second
+
+
+def test_sums_that_are_new_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "DATA", tmp_path)
+    rows = [("new", "", 0, "0011"), ("dpo", "1", 0, "1110"), ("dpo", "1", 1, "1100")]
+    put(
+        tmp_path,
+        "sums",
+        [
+            {"setting": {"algorithm": name, "train.staleness": age}, "seed": seed, "kl": 0.0, "scores": scores}
+            for name, age, seed, scores in rows
+        ],
+    )
+    *_, row = science.sums()
+    assert [cell.split(" [")[0] for cell in row.split(" | ")] == ["| dpo", "1", "2", "62.5%", "25.0%"]
