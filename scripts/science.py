@@ -339,6 +339,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "second": partial(robustness, "second"),
     "primary_second": partial(primary, "second"),
     "equal_time": equal_time,
+    "corrections": partial(swept, "corrections", {}),
     "original_schedule": partial(swept, "original_schedule", {"schedule": "per step"}),
     "epochs_and_samples": partial(swept, "epochs_and_samples", {"epochs and samples": "T 1, K 2"}),
     "pair_losses": pair_losses,
