@@ -27,7 +27,7 @@ from mkdocs.structure.pages import Page
 import async_rlhf
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.base import spelt
-from async_rlhf.config.parsing import _texts, options_of
+from async_rlhf.config.parsing import options_of, texts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
@@ -101,7 +101,7 @@ def names_page() -> Iterator[str]:
         if base:
             yield f"It has all that [{base}](#{base.lower()}) has."
         own = {member: value for member, value in vars(found).items() if not member.startswith("_")}
-        texts = {} if is_config or base else {field: text for field, text in _texts(found).items() if field in own}
+        texts = {} if is_config or base else {field: text for field, text in texts_of(found).items() if field in own}
         texts |= {one: value.__doc__ for one, value in own.items() if isinstance(value, property) and value.__doc__}
         if texts:
             yield "**Attributes**"

@@ -15,7 +15,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from importlib.metadata import Distribution, distribution
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -38,22 +39,22 @@ def wrong_with(names: set[str], recipes: set[str]) -> list[str]:
     ]
 
 
-def asked_for(name: str, *extras: str) -> dict[str, Distribution]:
-    """What a distribution with some extras asks for, and what that asks for, by name."""
-    found, seen, waiting = {}, set(), [(name, frozenset(extras))]
-    while waiting:
-        seen.add(one := waiting.pop())
-        found[one[0]] = distribution(one[0])
-        for need in map(Requirement, found[one[0]].requires or []):
-            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *one[1])):
-                further = canonicalize_name(need.name), frozenset(need.extras)
-                waiting += [further] if further not in seen else []
-    return {other: one for other, one in found.items() if other != name}
+def asked_for(
+    one: Distribution, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]
+) -> Iterator[Distribution]:
+    """What a distribution with some extras asks for, and what that asks for, but what was seen."""
+    for need in map(Requirement, one.requires or []):
+        further = canonicalize_name(need.name), frozenset(need.extras)
+        asks = need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+        if asks and further not in seen:
+            seen.add(further)
+            yield (found := distribution(need.name))
+            yield from asked_for(found, further[1], seen)
 
 
-def link(distributions: dict[str, Distribution], site: Path) -> None:
+def link(found: Iterable[Distribution], site: Path) -> None:
     """Put links to the files of distributions into the packages of another environment."""
-    for one in distributions.values():
+    for one in found:
         for top in {file.parts[0] for file in one.files or []} - {"..", "__pycache__"}:
             if not os.path.lexists(site / top):
                 (site / top).symlink_to(Path(str(one.locate_file(top))))
@@ -76,7 +77,8 @@ def main() -> None:
         python = folder / "venv" / "bin" / "python"
         say(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
         site = Path(say(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-        link(asked_for("async-rlhf"), site)
+        (ours,) = distributions(name="async_rlhf", path=[str(site)])
+        link(asked_for(ours, frozenset(), set()), site)
         place = say(python, "-c", "import async_rlhf; print(async_rlhf.__file__)", folder=folder)
         if not place.startswith(str(site)):
             sys.exit(f"the trial imported {place}")
@@ -84,11 +86,11 @@ def main() -> None:
         if set(say(command, "recipes", folder=folder).split()) != recipes:
             sys.exit("async-rlhf recipes does not list the recipes")
         quickstart = [command, "quickstart", "--scale", "0.01", "--out", "quickstart"]
-        for extras, made in (((), {"summary.json"}), (("report",), {"summary.json", "report.html", "training.png"})):
-            link(asked_for("async-rlhf", *extras), site)
+        for extra, made in (("", {"summary.json"}), ("report", {"summary.json", "report.html", "training.png"})):
+            link(asked_for(ours, frozenset([extra]), set()), site)
             say(*quickstart, folder=folder)  # the second time only its end
             if made != {path.name for path in (folder / "quickstart").iterdir() if path.is_file()}:
-                sys.exit(f"async-rlhf quickstart with the extras {extras} did not make {made}")
+                sys.exit(f"async-rlhf quickstart with the extra {extra!r} did not make {made}")
         # As the messages and pages say: extras of what is installed take no index that has async-rlhf.
         say(sys.executable, "-m", "pip", "--python", python, "install", "--dry-run", "--no-index", "async-rlhf[report]")
     print(f"{wheel.name} and {sdist.name} are whole; the wheel works alone")

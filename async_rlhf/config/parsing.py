@@ -50,7 +50,7 @@ class Option(NamedTuple):
     @property
     def text(self) -> str:
         """The text below the field."""
-        return str(_texts(self.owner).get(self.key.rpartition(".")[2], ""))
+        return str(texts_of(self.owner).get(self.key.rpartition(".")[2], ""))
 
     @property
     def more(self) -> str:
@@ -275,7 +275,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 @cache
-def _texts(kind: type) -> dict[str, str]:
+def texts_of(kind: type) -> dict[str, str]:
     """The text below each field, of this class and those that it is made of."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):

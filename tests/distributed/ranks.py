@@ -121,11 +121,12 @@ def publish_by(how: str | None) -> None:
 
 
 def change_modules(
-    whole: bool, first_scale: float, publishing: str | None, head_rows: int | None, file_bytes: int
+    whole: bool, first_scale: float, publishing: str | None, head_rows: int | None, file_bytes: int, of_page: bool
 ) -> None:
     """Read models whole; begin with this loss scale; publish as told; cut the head into chunks of so many rows; write
-    weights in files of so many bytes.
+    weights in files of so many bytes; take the strategy of the page.
     """
+    build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
     saving.FILE_BYTES = file_bytes
     shards.READ_BYTES = file_bytes
     build._reads_shares = (lambda *_: False) if whole else READS_SHARES
@@ -190,8 +191,7 @@ def train(
     number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    change_modules(whole, first_scale, publishing, head_rows, file_bytes)
-    build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
+    change_modules(whole, first_scale, publishing, head_rows, file_bytes, of_page)
     named = None if models is None else Path(models.format(rank=rank))
     args = new_args(
         Path(folder),
