@@ -85,7 +85,7 @@ def test_options_in_the_examples_exist():
             known = OPTIONS.get(command) or OPTIONS.setdefault(command, names_of(command))
             for option in re.findall(r"(?:^|(?<=\s))--([\w.-]+)", rest):
                 a_shown_mistake = option == "trian.seed"
-                is_free = option.split(".")[0] in ("models", "vllm") or a_shown_mistake
+                is_free = option.split(".")[0] in ("models", "vllm", "grid") or a_shown_mistake
                 if option not in known and not is_free:
                     wrong.append(f"{one.page}: async-rlhf {command} --{option}")
     assert not wrong
