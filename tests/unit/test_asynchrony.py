@@ -54,7 +54,7 @@ def test_a_quickstart_resumes_only_what_has_begun(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scale", "batches", "prompts"), [(0.01, 2, 100), (0.2, 12, 200), (1, 60, 1000), (4, 240, 1000)]
+    ("scale", "batches", "prompts"), [(0.01, 2, 100), (0.5, 30, 250), (1, 60, 500), (4, 240, 1000)]
 )
 def test_scale_multiplies_the_work(tmp_path, scale, batches, prompts):
     stages = stage_configs(QuickstartConfig(str(tmp_path), scale=scale))

@@ -79,7 +79,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
         models={"sft": str(out / "sft"), **{name: str(out / name / FINAL) for name in RUNS}},
         data=str(data / "heldout.jsonl"),
         output_dir=str(out / "evaluation"),
-        max_prompts=max(100, min(1000, round(1000 * config.scale))),
+        max_prompts=max(100, min(1000, round(500 * config.scale))),
         reward_funcs=[GOLD_REWARD],
         **sampling,
     )
