@@ -42,9 +42,14 @@ LLAMA_SIZES = {
 PROMPTS = [{"query": f"def f{i}(x{'y' * (i % 5)}):", "name": f"f{i}"} for i in range(20)]
 
 
+def rare(*values: object) -> Any:
+    """Values of a test's parameters that are for ``make test-rare``."""
+    return pytest.param(*values, marks=pytest.mark.rare)
+
+
 def rare_unless(kept: Callable[[int], bool], cases: Iterable[Sequence[object]]) -> list[Any]:
     """The values of a test's parameters. Those whose number is not kept are breadth, for ``make test-rare``."""
-    return [pytest.param(*case, marks=[] if kept(i) else [pytest.mark.rare]) for i, case in enumerate(cases)]
+    return [pytest.param(*case) if kept(i) else rare(*case) for i, case in enumerate(cases)]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -199,7 +199,7 @@ def test_the_command_line(train, capsys):
         main(["explain", str(run), "--batch", "30"])
     assert ended.value.code == 2
     metrics = run / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace('"objective/kl": ', '"objective/kl": 1'))
+    metrics.write_text(metrics.read_text().replace('"objective/kl": ', '"objective/kl": 1.0, "was": '))
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(run), "--batch", "4"])

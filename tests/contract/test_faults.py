@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker, run_stillborn_worker
-from tiny import count_letters
+from tiny import count_letters, rare
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
@@ -333,7 +333,7 @@ def lose_both(server) -> None:
     lose_process(server)
 
 
-RARE = [pytest.param(lose, marks=pytest.mark.rare) for lose in (lose_process, lose_socket, lose_folder)]
+RARE = [rare(lose) for lose in (lose_process, lose_socket, lose_folder)]
 
 
 @pytest.mark.parametrize("lose", [lose_both, *RARE])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from annotators import Annotator, late, more_letters, open_questions, random_times
 from forked import fork_the_fork_server, start_forked
-from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare
 from transformers import TrainerCallback
 
 from async_rlhf.algorithms.table import find
@@ -292,7 +292,7 @@ def be_killed_run(folder: str) -> None:
     killed_run(folder)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rare) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *(rare(seed) for seed in range(1, 8))])
 def test_killed_at_any_moment_it_is_the_run_that_was_recorded(
     make_policy, tokenizer, prompts, make_args, tmp_path, seed
 ):

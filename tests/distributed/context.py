@@ -160,7 +160,9 @@ def compare_learners(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
     """How much log-probabilities and values, the weights' moves and the metrics differ from one rank's."""
     found = {}
     for name, changes in LEARNERS.items():
-        same = {**SMOOTH, "num_mini_batches": 1, "total_episodes": 96, "device": "cpu", "max_grad_norm": 0.0}
+        # So large a step that what the weights' own rounding takes from it is little.
+        smooth = {**SMOOTH, "learning_rate": 0.4, "max_grad_norm": 0.0}
+        same = {**smooth, "num_mini_batches": 1, "total_episodes": 96, "device": "cpu"}
         alone = new_args(folder, **same, **changes, gradient_accumulation_steps=4, parallel=ParallelConfig(ranks=1))
         right = learn(changes["algorithm"], alone, Parallel(), Ranks()) if ranks.is_main else None
         for strategy, size in TRIED:

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.distributed
 
 ROUNDING = 1e-6
 """float32, relative to the size of what is compared."""
-OF_A_STEP = 3e-5
-"""The weights round what an update adds: it is a hundredth of them."""
+OF_A_STEP = 1e-5
+"""The weights round what an update adds."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 import yaml
 from launching import family, finish, free_port, kill_all, metrics_of, weights_of
 from ranks import new_policy
-from tiny import PROMPTS, byte_tokenizer
+from tiny import PROMPTS, byte_tokenizer, rare
 
 pytestmark = pytest.mark.distributed
 
@@ -110,7 +110,7 @@ ACCELERATE = {
 }
 
 
-@pytest.mark.parametrize("strategy", ACCELERATE)
+@pytest.mark.parametrize("strategy", [rare("zero2"), "fsdp"])
 def test_an_accelerate_config_file(inputs, by_torchrun, tmp_path, strategy):
     """It says how many ranks there are and what spreads their weights; the run is the one by torchrun."""
     general = {
@@ -176,6 +176,7 @@ def slurm_job(folder: Path) -> tuple[Path, dict[str, str]]:
     }
 
 
+@pytest.mark.rare
 def test_one_slurm_job_trains_generates_and_evaluates(inputs, tmp_path):
     """By two ranks, then alone; put back into the queue after each of its parts, it does none of them again."""
     _, job = slurm_job(tmp_path)

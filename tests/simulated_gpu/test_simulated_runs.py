@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from simulated_runs import by_itself, is_deterministic, leaves, tokens_in_flight, train
 from test_golden import KEYS, RUNS
+from tiny import rare_unless
 
 from async_rlhf import KLConfig, LoRAConfig
 from async_rlhf.algorithms.table import BUILT_IN
@@ -45,12 +46,16 @@ def test_every_algorithm_has_a_golden_run():
     assert {algorithm_of(name) for name in RUNS} == set(BUILT_IN)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.rare] * (i % 2)) for i, name in enumerate(RUNS)]
+)
 def test_inline_runs_have_the_cpus_losses(on_gpu, tmp_path, name):
     require_cpus(on_gpu, tmp_path, name, 0)
 
 
-@pytest.mark.parametrize(("name", "device"), [(name, f"cuda:{i % 2}") for i, name in enumerate(RUNS)])
+@pytest.mark.parametrize(
+    ("name", "device"), rare_unless(lambda i: i % 2, [(name, f"cuda:{i // 2 % 2}") for i, name in enumerate(RUNS)])
+)
 def test_runs_with_a_worker_have_the_cpus_losses(on_gpu, tmp_path, name, device):
     """A worker on the learner's GPU reads the weights there, one on the other GPU reads them from the host."""
     require_cpus(on_gpu, tmp_path, name, 1, generation={"device": device})

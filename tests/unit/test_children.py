@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import rare
 
 PROGRAM = """
 import sys
@@ -85,7 +86,7 @@ def where(_):
 """
 
 
-@pytest.mark.parametrize("shadow", ["async_rlhf/nothing.txt", "async_rlhf/__init__.py", "async_rlhf.py"])
+@pytest.mark.parametrize("shadow", [rare("async_rlhf/nothing.txt"), "async_rlhf/__init__.py", "async_rlhf.py"])
 def test_workers_run_the_code_of_their_parent_whatever_is_in_the_current_folder(tmp_path, shadow):
     """And import the user's own modules from there."""
     scripts, here, root = tmp_path / "scripts", tmp_path / "here", Path(__file__).parents[2]

@@ -688,7 +688,8 @@ def test_the_comparison_with_the_engine_sees_the_head_in_float32(tokenizer, prom
             str(head_float32),
             bf16=True,
             head_float32=head_float32,
-            total_episodes=8,
+            total_episodes=128,  # of eight the sampling noise may be larger than either
+            completions_per_batch=128,
             generation={"mismatch_samples": 100},
         )
         _, metrics = train(make_llama, tokenizer, prompts, args, "online_dpo")

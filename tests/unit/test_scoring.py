@@ -17,7 +17,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from tiny import LLAMA_SIZES, call_reward_function
+from tiny import LLAMA_SIZES, call_reward_function, rare
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -746,7 +746,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("timeout", [0.5, *(pytest.param(one, marks=pytest.mark.rare) for one in (None, 1000.0))])
+@pytest.mark.parametrize("timeout", [0.5, *(rare(one) for one in (None, 1000.0))])
 def test_a_hanging_function_does_not_keep_the_process_from_ending(timeout):
     """Neither once it has been given up, nor when Ctrl-C comes while the learner waits for it."""
     program = HANGS.replace("TIMEOUT", repr(timeout))

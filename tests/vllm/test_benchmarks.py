@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from printed import by_itself, markdown, require
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.rare]
 
 
 def test_generation():

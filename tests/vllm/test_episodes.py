@@ -15,7 +15,7 @@ import pytest
 from checked_episodes import check_episode, models_of, watch
 from conftest import LONGEST, PARAMS, metrics_of, new_args, new_policy, same_metrics, served_by
 from environments import SLOW, Echo, Sleepy
-from tiny import PROMPTS
+from tiny import PROMPTS, rare
 
 from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config.episodes import World
@@ -102,7 +102,7 @@ def test_a_process_plays_by_the_schedule(exact, tokenizer):
                 check_episode(group.prompt, sample, tokenizer, models, EPISODES)
 
 
-@pytest.mark.parametrize("where", [pytest.param("two processes", marks=pytest.mark.rare), "server"])
+@pytest.mark.parametrize("where", [rare("two processes"), "server"])
 def test_elsewhere_it_is_the_same_run(exact, where, request, make_args, tokenizer):
     options = {"workers": 2} if where == "two processes" else served_by(request.getfixturevalue("server"))
     assert same_metrics(train(make_args(generation={**EPISODES, **options}, **EXACT), tokenizer), exact[0])

@@ -9,7 +9,7 @@ from contextlib import closing
 import httpx
 import pytest
 from conftest import LONGEST, new_policy, run, served_by
-from tiny import PROMPTS, drawn
+from tiny import PROMPTS, drawn, rare
 
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.distributed.parallel import Parallel
@@ -124,6 +124,7 @@ def crossed(batch: Batch) -> int:
     return sum(len(set(drawn(sample).versions)) > 1 for sample in batch.samples)
 
 
+@pytest.mark.parametrize("where", ["process", rare("server")], indirect=True)
 def test_weights_change_between_two_tokens(flying_args, tokenizer, loaded):
     """Two versions are published while one large batch is being sampled by the first.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import metrics_of, new_args, run
+from tiny import rare
 
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
@@ -25,7 +26,7 @@ def longer(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [float(len(text)) for text in completions]
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.rare), "qwen3"])
+@pytest.mark.parametrize("architecture", [rare("llama"), rare("qwen2"), "qwen3"])
 def test_chats_from_zero(architecture, tmp_path):
     (tmp_path / "chats.jsonl").write_text(json_lines(CHATS))
     # vLLM's attention on a CPU needs heads of 32.

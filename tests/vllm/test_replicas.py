@@ -14,7 +14,7 @@ from conftest import SHORT, new_policy, processes, run
 from serving import CPU_OPTIONS, Server
 from tiny import PROMPTS
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.rare]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import BATCHES, LONG, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, widen, worker_pids
 from faulty_vllm import run_faulty_worker
-from tiny import PROMPTS
+from tiny import PROMPTS, rare
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 
 from async_rlhf import LoRAConfig
@@ -115,7 +115,7 @@ def test_inline_is_the_same_as_a_process_and_can_be_repeated(tmp_path, tokenizer
         assert same_metrics(inline, [{k: v for k, v in row.items() if k in inline[0]} for row in process])
 
 
-@pytest.mark.parametrize("published", ["merged", "adapter"])
+@pytest.mark.parametrize("published", [rare("merged"), "adapter"])
 def test_adapters(make_args, tokenizer, published):
     lora = LoRAConfig(rank=4, publish=published)
     metrics = run(make_args(lora=lora, **{**SHORT, "learning_rate": 3e-2}), tokenizer, PROMPTS)
@@ -153,7 +153,7 @@ def mixture(kind: str, seed: int = 0) -> torch.nn.Module:
     return widen(Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [rare("mixtral"), "qwen3_moe"])
 def test_a_mixture_of_experts_is_loaded_as_from_its_checkpoint(kind, make_args, tokenizer):
     """transformers holds all experts in one tensor, under a name that no checkpoint has: vLLM would not know it. One
     of them with router replay.
