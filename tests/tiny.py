@@ -113,6 +113,17 @@ def mixture(kind: str, seed: int = 0, layers: int = 2, experts: int = 4) -> PreT
     return widened(Qwen3MoeForCausalLM(config)).eval()
 
 
+class After(TrainerCallback):
+    """Does something once, after a batch."""
+
+    def __init__(self, batch: int, action: Callable[[], object]) -> None:
+        self.batch, self.action = batch, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.batch:
+            self.action()
+
+
 class StopAfter(TrainerCallback):
     """SIGTERM in the middle of a batch, as a scheduler sends it."""
 

@@ -240,33 +240,30 @@ def program(tmp_path_factory):
         yield program
 
 
-def test_a_run_killed_in_every_phase_goes_on_bit_for_bit(tmp_path, program):
-    """The uninterrupted run and the last part of the other are made here, by another interpreter."""
-    assert sorted(kill.phase for kill in ONCE_EACH) == sorted(PHASES)
-    whole, out, options = tmp_path / "whole", tmp_path / "killed", ("ppo", 1, 6)
+def goes_on(folder, program, kills, options):
+    """Require a run with these kills to be the uninterrupted one."""
+    whole, out = folder / "whole", folder / "killed"
     run_here(words(whole, *options))
-    for kill in ONCE_EACH:
+    for kill in kills:
         program.run(out, *options, kill, f"{whole}.phases.json")
     run_here(words(out, *options))
     assert difference(out, whole, 6) is None
+    return whole, out
 
 
-IN_EPISODES = [
-    Kill("generate", 2, 0.4),
-    Kill("generate", 4, 0.7, "learner"),
-    Kill("train", 1, 0.5),
-    Kill("log", 1, 0.3),
-]
+def test_a_run_killed_in_every_phase_goes_on_bit_for_bit(tmp_path, program):
+    """The uninterrupted run and the last part of the other are made here, by another interpreter."""
+    assert sorted(kill.phase for kill in ONCE_EACH) == sorted(PHASES)
+    goes_on(tmp_path, program, ONCE_EACH, ("ppo", 1, 6))
+
+
+IN_EPISODES = [Kill("generate", 2, 0.4), Kill("generate", 4, 0.7, "learner")]
+IN_EPISODES += [Kill("train", 1, 0.5), Kill("log", 1, 0.3)]
 
 
 def test_a_run_killed_in_the_middle_of_episodes_goes_on_bit_for_bit(tmp_path, program):
     """Its generators are killed, too, before that; every episode is then played again from its beginning."""
-    whole, out, options = tmp_path / "whole", tmp_path / "killed", ("episodes", 1, 6)
-    run_here(words(whole, *options))
-    for kill in IN_EPISODES:
-        program.run(out, *options, kill, f"{whole}.phases.json")
-    run_here(words(out, *options))
-    assert difference(out, whole, 6) is None
+    whole, out = goes_on(tmp_path, program, IN_EPISODES, ("episodes", 1, 6))
     assert (out / "episodes.jsonl").read_bytes() == (whole / "episodes.jsonl").read_bytes()
 
 

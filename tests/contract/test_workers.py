@@ -18,8 +18,7 @@ import pytest
 import torch
 from environments import Echo
 from faulty_worker import run_slow_worker
-from tiny import count_letters, rare
-from transformers import TrainerCallback
+from tiny import After, count_letters, rare
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation import process
@@ -123,17 +122,6 @@ def test_workers_that_come_go_and_die_at_random_change_no_bit(train, generators,
 def test_requests_of_another_size_are_another_run(train):
     """What is decoded together rounds alike: so the comparison above can fail."""
     assert train("eight", 1, size=8)[1] != train("two", 1, size=2)[1]
-
-
-class After(TrainerCallback):
-    """Does something once after a batch."""
-
-    def __init__(self, batch: int, action) -> None:
-        self.batch, self.action = batch, action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.batch:
-            self.action()
 
 
 def test_when_restarts_are_used_up_the_others_go_on(train, generators, caplog):

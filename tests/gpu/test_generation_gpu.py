@@ -89,6 +89,13 @@ def test_vllm_loads_new_weights_in_flight(tmp_path):
     assert largest(rows, "engine/logprob_difference") < BF16_TOLERANCE
 
 
+def run(program: str, *words: object) -> None:
+    """In a process of its own."""
+    words = [sys.executable, HERE / program, *words]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
 @pytest.mark.skipif(GPU and find_spec("flash_attn") is None, reason="needs flash-attn, which is not installed")
 @needs_gpus(1)
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=needs_gpus(2))])
@@ -97,25 +104,11 @@ def test_workers_use_a_gpu_where_flash_attn_is_installed(tmp_path, number):
 
     Without a GPU, something takes its place that looks like it.
     """
-    done = subprocess.run(
-        [sys.executable, HERE / "with_flash_attn.py", tmp_path, device(number)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run("with_flash_attn.py", tmp_path, device(number))
 
 
 @needs_gpus(1)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_deterministic_run_is_repeated_and_resumed_bit_for_bit(tmp_path, staleness):
     """In a program of its own: what makes torch deterministic is set for good."""
-    done = subprocess.run(
-        [sys.executable, HERE / "deterministic.py", tmp_path, str(staleness)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    run("deterministic.py", tmp_path, str(staleness))

@@ -8,8 +8,7 @@ import pytest
 from conftest import SHORT, SHORT_BATCHES, metrics_of, new_policy, run, same_metrics, served_by
 from faulty_vllm import SQUARE, TWIN
 from safetensors.torch import save_file
-from tiny import PROMPTS, count_letters
-from transformers import TrainerCallback
+from tiny import PROMPTS, After, count_letters
 
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.server_client import ServerClient
@@ -44,17 +43,6 @@ def test_without_seeds_no_two_runs_are_alike_and_each_is_as_well_proven(train):
         assert max(row["engine/logprob_difference"] for row in metrics) < 1e-4
         assert max(row["engine/sampling_evidence"] for row in metrics) < 4.7
     assert all(a["objective/scores"] != b["objective/scores"] for a, b in zip(ours, theirs, strict=True))
-
-
-class After(TrainerCallback):
-    """Does something once, after a batch, while the next one is being sampled."""
-
-    def __init__(self, batch: int, action) -> None:
-        self.batch, self.action = batch, action
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.batch:
-            self.action()
 
 
 def test_a_server_samples_what_a_process_does(train, undisturbed):
