@@ -42,16 +42,18 @@ class Judged(NamedTuple):
     seed: int
     kl: float
     """To the starting model, nats a completion."""
-    scores: tuple[int, ...]
-    """Of each held-out prompt, 0 or 1."""
+    scores: tuple[float, ...]
+    """Of each held-out prompt."""
     ess: float | None = None
     """Of completions, at the end of training; not kept for all studies."""
+    training: float | None = None
+    """Mean score at the end of training, where that is another one than the held-out prompts'."""
 
 
 def read(name: str) -> list[Judged]:
     """The runs of a study."""
     rows = map(json.loads, (DATA / f"{name}.jsonl").read_text().splitlines())
-    return [Judged(**row | {"scores": tuple(map(int, row["scores"]))}) for row in rows]
+    return [Judged(**row | {"scores": tuple(map(float, row["scores"]))}) for row in rows]
 
 
 def keep(name: str, results: Path) -> None:
@@ -62,12 +64,15 @@ def keep(name: str, results: Path) -> None:
         return
     lines = []
     for row in map(json.loads, results.read_text().splitlines()):
-        assert set(row["scores"]) <= {0.0, 1.0}, "only right or wrong answers are kept"
-        scores = "".join(str(int(score)) for score in row["scores"])
-        kl, ess = round(row["kl"]["estimate"], 4), round(row["metrics"]["val/ess_sequence"], 4)
-        lines.append(
-            json.dumps({"setting": row["setting"], "seed": row["seed"], "kl": kl, "ess": ess, "scores": scores})
-        )
+        right_or_wrong = set(row["scores"]) <= {0.0, 1.0}
+        kept = {"setting": row["setting"], "seed": row["seed"], "kl": round(row["kl"]["estimate"], 4)}
+        kept["ess"] = round(row["metrics"]["val/ess_sequence"], 4)
+        if right_or_wrong:
+            kept["scores"] = "".join(str(int(score)) for score in row["scores"])
+        else:
+            kept["training"] = round(row["metrics"]["objective/scores"], 4)
+            kept["scores"] = [round(score, 4) for score in row["scores"]]
+        lines.append(json.dumps(kept))
     DATA.mkdir(exist_ok=True)
     (DATA / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
@@ -176,7 +181,11 @@ def swept(name: str, baseline: Mapping[str, str]) -> Iterator[str]:
             "seed": run.seed,
             "scores": run.scores,
             "kl": {"estimate": run.kl},
-            "metrics": {} if run.ess is None else {"val/ess_sequence": run.ess},
+            "metrics": {
+                name: value
+                for name, value in (("objective/scores", run.training), ("val/ess_sequence", run.ess))
+                if value is not None
+            },
         }
         for run in runs
     ]
@@ -339,6 +348,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "second": partial(robustness, "second"),
     "primary_second": partial(primary, "second"),
     "equal_time": equal_time,
+    "mini_batches": partial(swept, "mini_batches", {"N": "1"}),
     "corrections": partial(swept, "corrections", {}),
     "original_schedule": partial(swept, "original_schedule", {"schedule": "per step"}),
     "epochs_and_samples": partial(swept, "epochs_and_samples", {"epochs and samples": "T 1, K 2"}),
