@@ -378,3 +378,32 @@ def test_a_run_that_fails_decides_nothing(inputs, tmp_path):
     with pytest.raises(RuntimeError, match=r"seed=3 failed; start the certificate again"):
         run_certify(changed)
     assert not (tmp_path / "out" / "certificate.json").exists()
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_margin_and_bound_as_shares_of_what_training_gains(inputs, tmp_path, capsys, gains):
+    """The run that says how much that is has the first seed, and is in no pair."""
+    out, rate = tmp_path / "out", 1e-2 if gains else 1e-30
+    changed = config(inputs, out, of_gain=True, margin=0.1, bound=2.0)
+    train = {**changed.base["train"], "batches": 12, "learning_rate": rate, "lr_scheduler_type": "constant"}
+    changed = replace(changed, base=changed.base | {"train": train})
+    if not gains:
+        with pytest.raises(
+            ConfigError, match=r"of_gain: got True; must be false: seed 3 goes from a gold reward of (\S+) to \1,"
+        ):
+            run_certify(changed)
+        return
+    found = run_certify(changed)
+    assert found["seeds"] == [4, 5]
+    (started,) = out.glob("start-*/evaluation.json")
+    start = json.loads(started.read_text("utf-8"))["results"]["models"]["policy"]["gold_mean"]["estimate"]
+    pilot = json.loads((out / "runs/staleness=0,seed=3/trial.json").read_text("utf-8"))["results"]
+    assert found["gain"] == pytest.approx(pilot["gold"]["estimate"] - start)
+    assert found["margin"] == pytest.approx(0.1 * found["gain"])
+    assert found["bound"] == pytest.approx(2 * found["gain"])
+    assert (
+        f"are 10% and 200% of the {found['gain']:.4f} that training gained at S = 0 with seed 3"
+        in capsys.readouterr().out
+    )
+    assert not (out / "runs/staleness=2,seed=3").exists()
+    assert run_certify(changed) == found

@@ -30,6 +30,8 @@ class Question(NamedTuple):
     bound: float
     """A pair that loses more is a breakdown. In the mean it counts as a loss of this; a gain counts as this at most."""
     breakdown_rate: float
+    gain: float | None = None
+    """What training has gained, if margin and bound were given as shares of it."""
 
 
 class Known(NamedTuple):

@@ -189,6 +189,11 @@ def told(summary: Mapping[str, Any]) -> str:
         "them too many. The error rates hold for any differences of independent pairs; in the mean a breakdown counts "
         f"as a loss of {summary['bound']:g}.",
     ]
+    if (gain := summary["gain"]) is not None:
+        lines.append(
+            f"Margin and breakdown are {margin / gain:.0%} and {summary['bound'] / gain:.0%} of the {gain:.4f} that "
+            f"training gained at S = 0 with seed {seeds[0] - 1}, which is in no pair."
+        )
     return "\n".join(lines)
 
 

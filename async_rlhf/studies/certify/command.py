@@ -26,7 +26,7 @@ from async_rlhf.studies.certify.certificate import (
     told,
 )
 from async_rlhf.studies.certify.config import CertifyConfig
-from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials
+from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials, start_jobs
 from async_rlhf.studies.sweep.trials import Trial, of_setting, parsed_held_out, parsed_run
 from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
@@ -61,6 +61,9 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder / ".certify.lock", "output_dir", folder), closing(run_trials(trials, config)) as running:
         _fix(config)
+        if config.of_gain:
+            gain = _gain(config)
+            question = question._replace(margin=question.margin * gain, bound=question.bound * gain, gain=gain)
         found: list[tuple[Pair, Known]] = []
         pairs = in_order(_arrivals(running, trials), [trial.seed for trial in trials[::2]], config.staleness)
         for pair, known in looks(pairs, question):
@@ -77,7 +80,7 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
 
 
 def trials_of(config: CertifyConfig) -> list[Trial]:
-    """The runs of all pairs that there may be, pair by pair.
+    """The runs of all pairs that there may be, pair by pair; with ``of_gain`` all but the first seed's.
 
     Raises:
         ConfigError: a configuration that cannot be run.
@@ -86,7 +89,11 @@ def trials_of(config: CertifyConfig) -> list[Trial]:
     mode = parsed_run(config, {"train.staleness": config.staleness}).train.staleness_mode
     right = 'must be "exact": a certificate is about runs of one staleness, and "bounded" is at most that'
     require(mode == "exact", "base.train.staleness_mode", mode, right)
-    seeds = range(config.seed, config.seed + config.max_pairs)
+    first = config.seed + config.of_gain
+    return _trials(config, held_out, range(first, first + config.max_pairs))
+
+
+def _trials(config: CertifyConfig, held_out: EvaluateConfig, seeds: Sequence[int]) -> list[Trial]:
     sides = [
         of_setting(config, held_out, {"staleness": str(staleness)}, {"train.staleness": staleness}, seeds)
         for staleness in (0, config.staleness)
@@ -97,6 +104,26 @@ def trials_of(config: CertifyConfig) -> list[Trial]:
         for pair in zip(*sides, strict=True)
         for trial in pair
     ]
+
+
+def _gain(config: CertifyConfig) -> float:
+    """What the run at S = 0 with the first seed gains in gold reward over the model it starts from.
+
+    Raises:
+        ConfigError: it gains nothing, so there are no shares of it.
+        FailedRunsError: it failed.
+    """
+    pilot = _trials(config, parsed_held_out(config), [config.seed])[0]
+    golds = {}
+    for name, results, error in run_trials([pilot], config, start_jobs(config, [pilot])):
+        golds[name] = _results(name, results, error)["gold"]["estimate"]
+    trained = golds.pop(pilot.name)
+    (start,) = golds.values()
+    told = (
+        f"seed {config.seed} goes from a gold reward of {start:.4f} to {trained:.4f}, and there are no shares of that"
+    )
+    require(trained > start, "of_gain", True, f"must be false: {told}")
+    return trained - start
 
 
 def _check_prompts(held_out: EvaluateConfig) -> None:
@@ -122,6 +149,10 @@ def _arrivals(
     """Staleness, seed and results of each run as it ends."""
     by_name = {trial.name: trial for trial in trials}
     for name, results, error in running:
-        if results is None:
-            raise FailedRunsError(f"{name} failed; start the certificate again to repeat it:\n  {error}")
-        yield by_name[name].run.train.staleness, by_name[name].seed, results
+        yield by_name[name].run.train.staleness, by_name[name].seed, _results(name, results, error)
+
+
+def _results(name: str, results: Results | None, error: str) -> Results:
+    if results is None:
+        raise FailedRunsError(f"{name} failed; start the certificate again to repeat it:\n  {error}")
+    return results

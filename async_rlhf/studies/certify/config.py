@@ -27,6 +27,9 @@ class CertifyConfig(ManyRunsConfig):
     bound: float | None = key(None, above(0))
     """A pair that loses more than this is a breakdown, and counts as a loss of this in the mean; a gain counts as this
     at most. null for ten times the margin."""
+    of_gain: bool = False
+    """margin and bound are shares of what training gains: the gold reward of a run at S = 0 with the first seed, less
+    that of the model it starts from. That run is in no pair; pairs begin with the next seed."""
     breakdown_rate: float = key(0.1, above(0), below(1))
     """Non-inferior is only what breaks down in fewer pairs than this share. A smaller one takes more pairs."""
     max_pairs: int = key(60, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
@@ -43,6 +46,6 @@ class CertifyConfig(ManyRunsConfig):
         require(self.bound is None or self.bound > self.margin, "bound", self.bound, right)
         judged = self.held_out.get("seed", 0)
         require(type(judged) is int, "held_out.seed", judged, "must be a whole number")
-        last = self.seed + self.max_pairs - 1 + judged
+        last = self.seed + self.of_gain + self.max_pairs - 1 + judged
         right = f"must be smaller: max_pairs {self.max_pairs} and held_out.seed lead beyond 2^32 - 1"
         require(last < 2**32, "seed", self.seed, right)
