@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import os
 import random
@@ -132,7 +133,10 @@ def test_a_run_has_one_colour_an_algorithm_one_shape_and_s_one_dash():
 def test_thinned_rows_are_means_of_neighbours():
     rows = [{"batch": i, "value": float(i)} for i in range(1, 11)]
     assert thinned(rows, 100, ["value"]) == rows
-    assert thinned(rows, 5, ["value"]) == [{"batch": 2 * i, "value": 2 * i - 0.5} for i in range(1, 6)]
+    pairs = thinned(rows, 5, ["value"])
+    assert pairs == [{"batch": 2 * i, "value": 2 * i - 0.5, "low": 2 * i - 1, "high": 2 * i} for i in range(1, 6)]
+    assert thinned([*rows, {"batch": 11, "value": 99.0, "high": 100.0}], 1, ["value"])[0]["high"] == 100.0  # a spike
+    assert thinned(rows, 5, ["batch"])[0] == {"batch": 1.5, "value": 2.0}
 
 
 def test_a_png_is_drawn_without_complaint(tmp_path, capfd):
@@ -221,6 +225,11 @@ def test_the_charts_have_the_numbers_of_the_runs(runs):
     assert {row["track"] for row in work} == {"generator 0", "learner", "reference", "rewards", "publisher"}
     assert min(row["start"] for row in work) == 0
     assert {row["text"] for row in work if row["what"] == "train"} == {"5", "6"}  # of the newest start
+    life = {row["what"]: row for row in specs["lives-1"]["data"]["values"]}
+    assert {row["track"] for row in life.values()} == {"batch 6, lag 1"}  # batch 5 was sampled before
+    assert life["generate"]["end"] == life["wait"]["start"] < life["wait"]["end"] <= life["train"]["start"]
+    assert specs["val-ess-token"]["layer"][-1]["data"]["values"] == [{"value": 0.7}]
+    assert specs["val-ess-token"]["layer"][0]["encoding"]["y"]["scale"]["domain"] == [0, 1]
 
 
 def test_a_reference_of_its_own_or_a_branched_run_has_no_known_start(runs):
@@ -693,6 +702,25 @@ def test_ctrl_c_leaves_a_page_that_does_not_follow(copied, monkeypatch):
 # ---------------------------------------------------------------- in a browser
 
 
+READERS = {
+    "document.querySelector('[data-series=sync]').click()": "drawn.length === 6 && drawn[0].series === 'async'",
+    "document.querySelector('[data-series=sync]').click() ": "drawn.length === 12",
+    "smooth.value = 0.9": "near(drawn[1].value, (0.9 * rows[0].value + rows[1].value) / 1.9)",
+    "axis.value = '0'": "drawn[5].batch === data.progress.sync[5][1] && drawn[5].batch > 100",
+}
+"""What a reader does with the curves, and what must then be drawn of the score."""
+
+
+def differs(group) -> float:
+    """How far the mean scores of runs lie apart, or the scores of one run."""
+    runs: dict[str, list[float]] = {}
+    for one in group["answers"]:
+        if one["score"] is not None:
+            runs.setdefault(one["run"], []).append(one["score"])
+    means = [sum(own) / len(own) for own in runs.values()] if len(runs) > 1 else [*itertools.chain(*runs.values())]
+    return max(means) - min(means) if means else -1.0
+
+
 def test_in_a_browser(copied, tmp_path):
     """Every chart is drawn, nothing complains, nothing is asked of a network, a phone need not scroll sideways, search
     finds, and a completion with a script in it is text."""
@@ -720,7 +748,18 @@ def test_in_a_browser(copied, tmp_path):
         assert "window.hacked = 1" in shown.run("document.querySelector('.answer pre').textContent")
         assert shown.run("String(window.hacked)") == "undefined"
         shown.run("document.getElementById('theme').click()")
-        assert shown.run("document.documentElement.dataset.theme") == "light"
+        data = "JSON.parse(document.getElementById('data').textContent)"
+        shown.run(f"window.data = {data}, window.rows = data.specs['objective-scores'].data.values")
+        shown.run("window.near = (one, other) => Math.abs(one - other) < 1e-6")
+        for script, told in READERS.items():
+            shown.run(f"{script}; axis.dispatchEvent(new Event('change'))")
+            shown.wait_for(f"((drawn) => {told})(window.charts['objective-scores'].data('source_0'))")
+        shown.run("document.getElementById('search').value = ''")
+        shown.run("order.value = '1'; order.dispatchEvent(new Event('input'))")
+        groups = data_of(out.read_text())["samples"]
+        most = max(map(differs, groups))
+        told = shown.run("document.querySelector('.group pre').textContent")
+        assert told in {group["prompt"] for group in groups if differs(group) == most}
         assert shown.errors == []
         assert {url.split(":")[0] for url in shown.requests} <= {"file", "data", "blob"}
 

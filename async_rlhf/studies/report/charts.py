@@ -53,6 +53,7 @@ WORK = {
     "publishing": "#D55E00",
     "training": "#CC79A7",
     "saving": "#808080",
+    "waiting": "#C8C8C8",
 }
 """Colours of kinds of work on a timeline, which has no runs. Where there is no bar, nothing is done."""
 MARKED = 8
@@ -252,6 +253,21 @@ def with_band(spec: Spec, low: float, high: float, text: str) -> Spec:
     return {**spec, "layer": [data | area, data | word, *spec["layer"]]}
 
 
+def with_threshold(spec: Spec, value: float) -> Spec:
+    """The chart with a dashed line where a warning begins."""
+    y = {**spec["layer"][-1]["encoding"]["y"], "field": "value"}
+    told = [{"field": "value", "title": "a warning begins at"}]
+    line = _layer("rule", {"y": y, "tooltip": told}, strokeDash=[4, 4], color=GREY, strokeWidth=1.4)
+    return {**spec, "layer": [*spec["layer"], {"data": {"values": [{"value": value}]}, **line}]}
+
+
+def with_zoom(spec: Spec) -> Spec:
+    """The chart, to be moved by dragging, zoomed by the wheel with Shift, and put back by a double click."""
+    zoom = {"type": "interval", "zoom": "wheel![event.shiftKey]"}
+    first, *others = spec["layer"]
+    return {**spec, "layer": [{**first, "params": [{"name": "zoom", "select": zoom, "bind": "scales"}]}, *others]}
+
+
 def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float, title: str = "") -> Spec:
     """Bars of work, a line of bars for each track.
 
@@ -347,14 +363,20 @@ def render_png(spec: Spec, path: Path, scale: float = 2.0) -> None:
 
 
 def thinned(rows: Sequence[Row], limit: int, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """At most ``limit`` rows: means of neighbours over the numbers ``keys``, everything else as in the last of them."""
+    """At most ``limit`` rows: means of neighbours over the numbers ``keys``, everything else as in the last of them.
+    If "value" is among the keys, "low" and "high" are the ends of all that the means are of, so that no spike is lost.
+    """
     size = max(1, math.ceil(len(rows) / limit))
     return [_mean(rows[i : i + size], keys) for i in range(0, len(rows), size)]
 
 
 def _mean(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, Any]:
     found = {key: [row[key] for row in rows if key in row] for key in keys}
-    return {**rows[-1], **{key: sum(values) / len(values) for key, values in found.items() if values}}
+    means = {key: sum(values) / len(values) for key, values in found.items() if values}
+    if len(rows) > 1 and "value" in means:
+        means["low"] = min(row.get("low", row["value"]) for row in rows)
+        means["high"] = max(row.get("high", row["value"]) for row in rows)
+    return {**rows[-1], **means}
 
 
 def _marked(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -62,7 +62,11 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     curves = [*panels.over_training(panels.CURVES, runs, key, points), *panels.rewards(runs, key, points)]
     path = list(panels.score_against_kl(runs, key))
     stale = list(panels.over_training(panels.STALENESS, runs, key, points))
-    work = [panel for number, run in enumerate(runs) for panel in panels.work(run, number, share)]
+    work = [
+        panel
+        for number, run in enumerate(runs)
+        for panel in (*panels.work(run, number, share), *panels.lives(run, number))
+    ]
     gold = [panels.gold(one, runs, number) for number, one in enumerate(evaluations)]
     groups, notes = samples(runs, evaluations, int(share * _TEXT))
     parts: Any = _TEMPLATES.get_template("page.parts.html").module
@@ -75,7 +79,7 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
         ("verdict", "In short", parts.verdict(verdict(runs, evaluations))),
         ("runs", "Runs", parts.table(*tables.overview(runs))),
         ("warnings", "What to look at", parts.warnings(warnings(runs, evaluations))),
-        ("curves", "Curves", parts.curves(key, curves)),
+        ("curves", "Curves", parts.controls(panels.x_axis(runs).title) + parts.curves(key, curves)),
         ("score-against-kl", "Score against KL", parts.curves(key, path)),
         ("evaluation", "Evaluation", Markup("\n").join(judged)),
         ("staleness", "Staleness", parts.curves(key, stale)),
@@ -86,6 +90,8 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     shown = [*curves, *path, *(panel for _, of_one in gold for panel in of_one), *stale, *work]
     data = {
         "specs": {panel.name: panel.spec for panel in shown},
+        "curves": {"x": panels.x_axis(runs).field, "names": [panel.name for panel in (*curves, *stale)]},
+        "progress": panels.progress(runs),
         "samples": groups,
         "light": theme(False),
         "dark": theme(True),

@@ -25,8 +25,46 @@
   });
   system.addEventListener("change", paint);
 
+  // What the reader has chosen: runs that are hidden, the horizontal axis of curves, how much they are smoothed.
+  const hidden = new Set(before?.hidden || []);
+  const axis = document.getElementById("axis"), smooth = document.getElementById("smooth");
+  const progress = Object.fromEntries(Object.entries(data.progress).map(
+    ([run, rows]) => [run, new Map(rows.map(([x, ...more]) => [x, more]))]));
+  function chosen(name, spec) {
+    if (!spec.data.values[0]?.series) return spec;
+    let values = spec.data.values.filter((row) => !hidden.has(row.series));
+    if (!data.curves.names.includes(name)) return { ...spec, data: { values } };
+    const x = data.curves.x, means = {}, weight = Number(smooth.value);
+    values = values.map((row) => {
+      const [sum, mass] = means[row.series] || [0, 0];
+      const [mean, all] = means[row.series] = [weight * sum + (1 - weight) * row.value, weight * mass + 1 - weight];
+      const place = axis.value ? progress[row.series].get(row[x])?.[axis.value] ?? 0 : row[x];
+      return { ...row, [x]: place, value: mean / all };
+    });
+    const made = structuredClone({ ...spec, data: { values } });
+    for (const { encoding } of axis.value ? made.layer : [])
+      if (encoding.x) encoding.x.title = axis.selectedOptions[0].text;
+    return made;
+  }
+  function press() {
+    for (const one of document.querySelectorAll("[data-series]"))
+      one.setAttribute("aria-pressed", String(!hidden.has(one.dataset.series)));
+  }
+  for (const one of document.querySelectorAll("[data-series]"))
+    one.addEventListener("click", () => {
+      if (!hidden.delete(one.dataset.series)) hidden.add(one.dataset.series);
+      press();
+      draw();
+    });
+  if (axis) {
+    axis.form.addEventListener("submit", (event) => event.preventDefault());
+    for (const input of [axis, smooth]) input.addEventListener("change", () => draw());
+    if (before && data.refresh) { axis.value = before.axis; smooth.value = before.smooth; }
+  }
+  press();
+
   // Charts, one after another. ast: expressions are interpreted, so that the page needs no eval.
-  const views = {};
+  const views = window.charts = {};
   let round = 0;
   async function draw() {
     const mine = ++round;
@@ -36,7 +74,7 @@
         actions: { export: true, source: false, compiled: false, editor: false }, downloadFileName: name };
       const element = document.getElementById(name);
       try {
-        const { view } = await vegaEmbed(element, { ...spec, width: "container" }, options);
+        const { view } = await vegaEmbed(element, { ...chosen(name, spec), width: "container" }, options);
         if (mine !== round) { view.finalize(); return; }
         if (views[name]) views[name].finalize();
         views[name] = view;
@@ -55,6 +93,7 @@
   // Samples. Texts of models become text nodes, never HTML.
   const search = document.getElementById("search");
   const kind = document.getElementById("kind"), run = document.getElementById("run");
+  const order = document.getElementById("order");
   const groups = document.getElementById("groups"), more = document.getElementById("more");
   const STEP = 20;
   let shown = STEP;
@@ -87,6 +126,13 @@
       if (value !== null) facts.push(name.replaceAll("_", " ") + " " + Number(Number(value).toPrecision(4)));
     return element("div", "answer", element("div", "small", facts.join(", ")), marked(one.text, word));
   }
+  // How far the scores of one prompt lie apart: means of runs, or of one run its answers.
+  function apart(answers) {
+    const runs = Object.groupBy(answers.filter((one) => typeof one.score === "number"), (one) => one.run);
+    const scores = Object.values(runs).map((own) => own.map((one) => one.score));
+    const told = scores.length > 1 ? scores.map((own) => own.reduce((a, b) => a + b) / own.length) : scores.flat();
+    return told.length ? Math.max(...told) - Math.min(...told) : -1;
+  }
   function list() {
     if (!search) return;
     const word = search.value.trim().toLowerCase();
@@ -98,6 +144,7 @@
         answers = answers.filter((one) => one.text.toLowerCase().includes(word));
       if (answers.length) found.push([group, answers]);
     }
+    if (order.value) found.sort((one, other) => apart(other[1]) - apart(one[1]));
     groups.replaceChildren(...found.slice(0, shown).map(([group, answers]) =>
       element("article", "group", element("div", "small", group.kind), marked(group.prompt, word),
         element("div", "answers", ...answers.map((one) => answer(one, word))))));
@@ -112,7 +159,7 @@
     choices(kind, [...new Set(data.samples.map((group) => group.kind))]);
     choices(run, [...new Set(data.samples.flatMap((group) => group.answers.map((one) => one.run)))]);
     search.form.addEventListener("submit", (event) => event.preventDefault());
-    for (const input of [search, kind, run]) input.addEventListener("input", () => { shown = STEP; list(); });
+    for (const input of [search, kind, run, order]) input.addEventListener("input", () => { shown = STEP; list(); });
     more.addEventListener("click", () => { shown += STEP; list(); });
     const asked = new URLSearchParams(location.search).get("search");
     if (asked) search.value = asked;
@@ -124,6 +171,7 @@
     const heights = Object.fromEntries(Object.keys(data.specs).map((name) => [name, document.getElementById(name).offsetHeight]));
     const open = [...document.querySelectorAll("details[id][open]")].map((one) => one.id);
     keep(sessionStorage, place, JSON.stringify({ y: scrollY, open, from, heights, shown,
+      hidden: [...hidden], axis: axis?.value, smooth: smooth?.value, order: order?.value,
       search: search?.value, kind: kind?.value, run: run?.value, focus: document.activeElement?.id }));
   }
   if (before && data.refresh) {
@@ -133,7 +181,7 @@
       if (chart) chart.style.minHeight = height + "px";
     }
     for (const id of before.open) document.getElementById(id)?.setAttribute("open", "");
-    if (search) { search.value = before.search; kind.value = before.kind; run.value = before.run; shown = before.shown; }
+    if (search) { search.value = before.search; kind.value = before.kind; run.value = before.run; order.value = before.order; shown = before.shown; }
   }
   if ("scrollRestoration" in history) history.scrollRestoration = data.refresh ? "manual" : "auto";
   function back() {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline
+from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline, with_threshold, with_zoom
 from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.plots import CHECKPOINTS, against_kl, evaluated, over_checkpoints
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
+from async_rlhf.studies.report.warnings import THRESHOLDS
 
 PATH_POINTS = 20
 """Points of a path of score against KL: each is the mean of neighbouring batches, but the first."""
@@ -16,6 +17,9 @@ BATCHES_SHOWN = 8
 """Of a timeline, before it is moved."""
 MAX_SPANS = 4000
 """Of one timeline. The newest are shown."""
+LIVES = 12
+"""Batches whose way from sampling to training is shown."""
+_LIFE = ("generate", "rewards", "score", "reference", "annotate", "train")
 _SHARE = "Share of tokens or completions."
 _SPANS = {
     "sampling": ("generate", "load", "mismatch"),
@@ -58,6 +62,7 @@ class Curve(NamedTuple):
         format: of its axis.
         band: the metrics that bound a band around it.
         at_start: its value before the first batch of a run that begins as its own reference; None if that is not known.
+        warns: where a warning begins.
     """
 
     field: str
@@ -67,6 +72,7 @@ class Curve(NamedTuple):
     format: str | None = None
     band: tuple[str, str] | None = None
     at_start: float | None = None
+    warns: float | None = None
 
 
 CURVES = [
@@ -81,7 +87,13 @@ CURVES = [
     ),
     Curve("policy/entropy_avg", "Entropy", "Nats per token: how open the policy still is. Near 0 it has one answer."),
     Curve("val/response_length", "Length", "Mean tokens of a completion.", zero=True),
-    Curve("val/ended_share", "Ended by themselves", "The other completions were cut off.", format="%"),
+    Curve(
+        "val/ended_share",
+        "Ended by themselves",
+        "The other completions were cut off.",
+        format="%",
+        warns=1 - THRESHOLDS.cut_off,
+    ),
     Curve("loss/policy_avg", "Loss", "Mean over the batch's optimiser steps. Losses of two algorithms do not compare."),
     Curve("loss/value_avg", "Value loss", "Of the value model."),
     Curve("grad_norm", "Gradient norm", "Mean of the batch's steps, before clipping.", zero=True),
@@ -94,16 +106,30 @@ STALENESS = [
         "Effective sample size by token",
         "Share of the tokens that the batch is worth, as the importance weights say. 1 is on-policy.",
         format="%",
+        warns=THRESHOLDS.ess_token,
     ),
-    Curve("val/ess_sequence", "Effective sample size by completion", "The same with completions.", format="%"),
+    Curve(
+        "val/ess_sequence",
+        "Effective sample size by completion",
+        "The same with completions.",
+        format="%",
+        warns=THRESHOLDS.ess_sequence,
+    ),
     Curve(
         "val/ratio_p50",
         "Ratio of trained and sampling policy",
         "Over tokens: the median, and a band from the 1st to the 99th percentile.",
         band=("val/ratio_p01", "val/ratio_p99"),
     ),
-    Curve("policy/importance_capped", "Importance weights at the cap", _SHARE, zero=True, format="%"),
-    Curve("policy/clipfrac_avg", "Clipped ratios", _SHARE, zero=True, format="%"),
+    Curve(
+        "policy/importance_capped",
+        "Importance weights at the cap",
+        _SHARE,
+        zero=True,
+        format="%",
+        warns=THRESHOLDS.capped,
+    ),
+    Curve("policy/clipfrac_avg", "Clipped ratios", _SHARE, zero=True, format="%", warns=THRESHOLDS.clipped),
     Curve("policy/behaviour_kl_k3", "KL from sampling to trained policy", "Nats per token.", zero=True),
     Curve(
         "engine/logprob_difference",
@@ -130,11 +156,15 @@ def over_training(wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, po
         found = {run.name: rows for run in runs if (rows := _points(curve, run, x, points))}
         if found:
             name = "".join(letter if letter.isalnum() else "-" for letter in curve.field)
-            y = Axis("value", "", zero=curve.zero, format=curve.format)
-            spec = curves([row for rows in found.values() for row in rows], key, x, y)
+            whole = (0.0, 1.0) if curve.format == "%" and not curve.zero else None
+            y = Axis("value", "", zero=curve.zero, format=curve.format, domain=whole)
+            spec = with_zoom(curves([row for rows in found.values() for row in rows], key, x, y))
+            spec = spec if curve.warns is None else with_threshold(spec, curve.warns)
             form = ".1%" if curve.format == "%" else ".4g"
             ends = ", ".join(f"{run} {rows[-1]['value']:{form}}" for run, rows in found.items())
-            yield Panel(name, curve.title, spec, curve.says, f"At the end: {ends}.")
+            many = any("low" in row for rows in found.values() for row in rows) and curve.band is None
+            says = curve.says + " A point is the mean of neighbouring batches, within a band of all of them." * many
+            yield Panel(name, curve.title, spec, says, f"At the end: {ends}.")
 
 
 def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, Any]]:
@@ -148,6 +178,22 @@ def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, 
     if curve.at_start is not None and run.starts_at_reference and rows and rows[0][x.field] > 0:
         return [{"series": run.name, x.field: 0, "value": curve.at_start}, *shown]
     return shown
+
+
+def progress(runs: Sequence[ReadRun]) -> dict[str, list[tuple[float, float, float]]]:
+    """Of each run, for each logged batch: its place on the axis, tokens sampled and seconds trained until then."""
+    x, found = x_axis(runs).field, {}
+    for run in runs:
+        places: list[tuple[float, float, float]] = []
+        tokens, seconds, last = 0.0, 0.0, dict.fromkeys(("completions", "batch"), 0.0)
+        for row in run.rows:
+            if {x, "completions", "batch"} <= row.keys():
+                tokens += (row["completions"] - last["completions"]) * row.get("val/response_length", 0.0)
+                seconds += (row["batch"] - last["batch"]) * row.get("time/batch", 0.0)
+                places.append((row[x], round(tokens), round(seconds, 2)))
+                last = dict(row)
+        found[run.name] = places
+    return found
 
 
 def rewards(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
@@ -230,16 +276,45 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     yield Panel(f"work-{number}", run.name, spec, says + " A bar's number is its batch.")
 
 
+def lives(run: ReadRun, number: int) -> Iterator[Panel]:
+    """Of the newest batches of a run: when each was sampled, how long it waited, when it was trained on."""
+    spans = list(run.traces.values())[-1] if run.traces else []
+    lags = {round(row["batch"]): row["schedule/lag_mean"] for row in run.rows if "schedule/lag_mean" in row}
+    own = [span for span in spans if span.name in _LIFE and span.batch in lags]
+    sampled, used = ({s.batch: s for s in own if s.name == name} for name in ("generate", "train"))
+    shown = sorted(sampled.keys() & used.keys())[-LIVES:]
+    if not shown:
+        return
+    tracks = {batch: f"batch {batch}, lag {lags[batch]:.3g}" for batch in shown}
+    rows = []
+    for batch in shown:
+        parts = [span for span in own if span.batch == batch]
+        begin = min(span.start for span in parts if span.name in ("annotate", "train"))
+        waits = Span("", "wait", max(span.end for span in parts if span.name == "generate"), begin, batch)
+        parts = [waits, *parts] if waits.end > waits.start else parts
+        rows += [_bar(span, tracks[batch], min(span.start for span in spans)) | {"text": ""} for span in parts]
+    ends = min(row["start"] for row in rows), max(row["end"] for row in rows)
+    spec = timeline(
+        rows, list(tracks.values()), Axis("start", "seconds since the start", domain=ends), ends[1] - ends[0]
+    )
+    says = (
+        f"The newest batches, {LIVES} at most: sampled, waiting for their turn, trained on. The lag is by how many "
+        "batches the weights that sampled a batch are older than those that it updates."
+    )
+    yield Panel(f"lives-{number}", f"{run.name}: from sampling to training", spec, says)
+
+
 def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
     drawn = [
         span for span in spans if span.name in WORK_OF and (span.name != "publish" or span.end - span.start > 1e-3)
     ]
     first = min((span.start for span in drawn), default=0.0)
-    return [
-        {"track": span.track, "work": WORK_OF[span.name], "what": span.name, "text": str(span.batch or "")}
-        | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
-        for span in sorted(drawn, key=lambda span: span.start)
-    ]
+    return [_bar(span, span.track, first) for span in sorted(drawn, key=lambda span: span.start)]
+
+
+def _bar(span: Span, track: str, first: float) -> dict[str, Any]:
+    row = {"track": track, "work": WORK_OF.get(span.name, "waiting"), "what": span.name, "text": str(span.batch or "")}
+    return row | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
 
 
 def _seconds_of(spans: Sequence[Span], batches: int) -> float:
