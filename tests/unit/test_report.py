@@ -741,6 +741,10 @@ def test_in_a_browser(copied, tmp_path):
             blank = f"(c) => !{pixels}.some((x, i, all) => x !== all[i % 4])"
             assert shown.run(f"[...document.querySelectorAll('canvas')].filter({blank}).length") == 0
             assert shown.run("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+            folded = shown.run("document.querySelectorAll('.folded').length")
+            assert folded > 3 if dark else folded == 0  # on a phone
+        shown.run("document.querySelector('nav a[href=\"#samples\"]').click()")
+        assert shown.run("document.querySelectorAll('.folded').length") == folded - 1
         shown.run("document.getElementById('search').value = 'NEEDLE'")
         shown.run("document.getElementById('search').dispatchEvent(new Event('input'))")
         assert shown.run("document.getElementById('found').textContent") == "1 completions of 1 prompts"
@@ -772,6 +776,7 @@ def test_a_page_that_follows_keeps_the_readers_place(runs, tmp_path):
         # It may load itself again at any moment, and be half there.
         drawn = "document.documentElement?.dataset.drawn === 'yes'"
         opened, kind = "document.getElementById('configuration').open", "document.getElementById('kind').value"
+        shown.wait_for(f"{drawn} && (document.querySelectorAll('.folded .fold').forEach((one) => one.click()), true)")
         shown.wait_for(f"{drawn} && ({opened} = true, {kind} = 'training', scrollTo(0, 1234), window.before = true)")
         there = f"{opened} === true && {kind} === 'training' && Math.round(scrollY) === 1234"
         shown.wait_for(f"window.before !== true && {drawn} && {there}")

@@ -25,6 +25,19 @@
   });
   system.addEventListener("change", paint);
 
+  // Sections can be folded. On a phone most are, until the reader opens them; charts in them are drawn all the same.
+  function fold(section, folded) {
+    section.classList.toggle("folded", folded);
+    section.querySelector(".fold").setAttribute("aria-expanded", String(!folded));
+  }
+  [...document.querySelectorAll("section")].forEach((section, number) => {
+    const small = number > 2 && innerWidth <= 640 && location.hash !== "#" + section.id;
+    fold(section, before && data.refresh ? before.folded.includes(section.id) : small);
+    section.querySelector(".fold").addEventListener("click", () => fold(section, !section.classList.contains("folded")));
+  });
+  for (const link of document.querySelectorAll("nav a"))
+    link.addEventListener("click", () => fold(document.querySelector(link.hash), false));
+
   // What the reader has chosen: runs that are hidden, the horizontal axis of curves, how much they are smoothed.
   const hidden = new Set(before?.hidden || []);
   const axis = document.getElementById("axis"), smooth = document.getElementById("smooth");
@@ -162,7 +175,7 @@
     for (const input of [search, kind, run, order]) input.addEventListener("input", () => { shown = STEP; list(); });
     more.addEventListener("click", () => { shown += STEP; list(); });
     const asked = new URLSearchParams(location.search).get("search");
-    if (asked) search.value = asked;
+    if (asked) { search.value = asked; fold(search.closest("section"), false); }
   }
 
   // A page that follows a run loads itself again, and puts the reader back where they were.
@@ -171,7 +184,7 @@
     const heights = Object.fromEntries(Object.keys(data.specs).map((name) => [name, document.getElementById(name).offsetHeight]));
     const open = [...document.querySelectorAll("details[id][open]")].map((one) => one.id);
     keep(sessionStorage, place, JSON.stringify({ y: scrollY, open, from, heights, shown,
-      hidden: [...hidden], axis: axis?.value, smooth: smooth?.value, order: order?.value,
+      folded: [...document.querySelectorAll("section.folded")].map((one) => one.id), hidden: [...hidden], axis: axis?.value, smooth: smooth?.value, order: order?.value,
       search: search?.value, kind: kind?.value, run: run?.value, focus: document.activeElement?.id }));
   }
   if (before && data.refresh) {
