@@ -706,7 +706,7 @@ READERS = {
     "document.querySelector('[data-series=sync]').click()": "drawn.length === 6 && drawn[0].series === 'async'",
     "document.querySelector('[data-series=sync]').click() ": "drawn.length === 12",
     "smooth.value = 0.9": "near(drawn[1].value, (0.9 * rows[0].value + rows[1].value) / 1.9)",
-    "axis.value = '0'": "drawn[5].batch === data.progress.sync[5][1] && drawn[5].batch > 100",
+    "axis.value = '1'": "drawn[5].batch === data.progress.sync[5][1] && drawn[5].batch > 100",
 }
 """What a reader does with the curves, and what must then be drawn of the score."""
 
@@ -766,6 +766,33 @@ def test_in_a_browser(copied, tmp_path):
         assert told in {group["prompt"] for group in groups if differs(group) == most}
         assert shown.errors == []
         assert {url.split(":")[0] for url in shown.requests} <= {"file", "data", "blob"}
+
+
+def test_curves_are_zoomed_by_the_wheel_with_ctrl(runs, tmp_path):
+    out = tmp_path / "page.html"
+    out.write_text(page([read_run(runs["async"], "run")]))
+    with browser() as shown:
+        shown.open(out, 1280, 900)
+        chart = "document.querySelector('#objective-scores canvas')"
+        seen = "JSON.stringify(window.charts['objective-scores'].scale('x').domain())"
+
+        def turn_the_wheel(**more: object) -> None:
+            place = f"{chart}.scrollIntoView(), JSON.stringify({chart}.getBoundingClientRect())"
+            box = json.loads(shown.run(place))
+            at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+            shown.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
+            shown.call("Input.dispatchMouseEvent", type="mouseWheel", deltaX=0, deltaY=-200, **at, **more)
+
+        turn_the_wheel(modifiers=2)
+        shown.wait_for(f"{seen} !== '[0,6]'")
+        zoomed = shown.run(seen)
+        low, high = json.loads(zoomed)
+        assert 0 < low < high < 6
+        before = shown.run(f"{chart}.scrollIntoView(), scrollY")
+        turn_the_wheel()
+        shown.wait_for(f"scrollY < {before}")
+        assert shown.run(seen) == zoomed
+        assert shown.errors == []
 
 
 def test_a_page_that_follows_keeps_the_readers_place(runs, tmp_path):

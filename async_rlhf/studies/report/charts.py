@@ -262,8 +262,9 @@ def with_threshold(spec: Spec, value: float) -> Spec:
 
 
 def with_zoom(spec: Spec) -> Spec:
-    """The chart, to be moved by dragging, zoomed by the wheel with Shift, and put back by a double click."""
-    zoom = {"type": "interval", "zoom": "wheel![event.shiftKey]"}
+    """The chart, to be moved by dragging, zoomed by the wheel with Ctrl, and put back by a double click."""
+    # With Shift, browsers turn the wheel sideways; without a key it scrolls the page.
+    zoom = {"type": "interval", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
     first, *others = spec["layer"]
     return {**spec, "layer": [{**first, "params": [{"name": "zoom", "select": zoom, "bind": "scales"}]}, *others]}
 

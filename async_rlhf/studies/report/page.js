@@ -32,17 +32,17 @@
   }
   [...document.querySelectorAll("section")].forEach((section, number) => {
     const small = number > 2 && innerWidth <= 640 && location.hash !== "#" + section.id;
-    fold(section, before && data.refresh ? before.folded.includes(section.id) : small);
+    fold(section, before && data.refresh ? before.folded?.includes(section.id) : small);
     section.querySelector(".fold").addEventListener("click", () => fold(section, !section.classList.contains("folded")));
   });
   for (const link of document.querySelectorAll("nav a"))
     link.addEventListener("click", () => fold(document.querySelector(link.hash), false));
 
   // What the reader has chosen: runs that are hidden, the horizontal axis of curves, how much they are smoothed.
-  const hidden = new Set(before?.hidden || []);
+  const hidden = new Set(data.refresh && before?.hidden || []);
   const axis = document.getElementById("axis"), smooth = document.getElementById("smooth");
-  const progress = Object.fromEntries(Object.entries(data.progress).map(
-    ([run, rows]) => [run, new Map(rows.map(([x, ...more]) => [x, more]))]));
+  // Tokens (1) or seconds (2) of a run until a place on the axis: as of the newest batch that was logged by then.
+  function until(run, place, what) { return data.progress[run].findLast(([x]) => x <= place)?.[what] ?? 0; }
   function chosen(name, spec) {
     if (!spec.data.values[0]?.series) return spec;
     let values = spec.data.values.filter((row) => !hidden.has(row.series));
@@ -51,7 +51,7 @@
     values = values.map((row) => {
       const [sum, mass] = means[row.series] || [0, 0];
       const [mean, all] = means[row.series] = [weight * sum + (1 - weight) * row.value, weight * mass + 1 - weight];
-      const place = axis.value ? progress[row.series].get(row[x])?.[axis.value] ?? 0 : row[x];
+      const place = axis.value ? until(row.series, row[x], axis.value) : row[x];
       return { ...row, [x]: place, value: mean / all };
     });
     const made = structuredClone({ ...spec, data: { values } });

@@ -174,7 +174,7 @@ def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, 
             rows.append({"series": run.name, x.field: row[x.field], "value": row[curve.field]})
             if curve.band is not None and {*curve.band} <= row.keys():
                 rows[-1] |= {"low": row[curve.band[0]], "high": row[curve.band[1]]}
-    shown = [_short(row) for row in thinned(rows, points, ("value", "low", "high"))]
+    shown = [_short(row) for row in thinned(rows, points, ("value",))]
     if curve.at_start is not None and run.starts_at_reference and rows and rows[0][x.field] > 0:
         return [{"series": run.name, x.field: 0, "value": curve.at_start}, *shown]
     return shown
@@ -280,7 +280,7 @@ def lives(run: ReadRun, number: int) -> Iterator[Panel]:
     """Of the newest batches of a run: when each was sampled, how long it waited, when it was trained on."""
     spans = list(run.traces.values())[-1] if run.traces else []
     lags = {round(row["batch"]): row["schedule/lag_mean"] for row in run.rows if "schedule/lag_mean" in row}
-    own = [span for span in spans if span.name in _LIFE and span.batch in lags]
+    own, first = [span for span in spans if span.name in _LIFE and span.batch in lags], _first(_drawn(spans))
     sampled, used = ({s.batch: s for s in own if s.name == name} for name in ("generate", "train"))
     shown = sorted(sampled.keys() & used.keys())[-LIVES:]
     if not shown:
@@ -292,7 +292,7 @@ def lives(run: ReadRun, number: int) -> Iterator[Panel]:
         begin = min(span.start for span in parts if span.name in ("annotate", "train"))
         waits = Span("", "wait", max(span.end for span in parts if span.name == "generate"), begin, batch)
         parts = [waits, *parts] if waits.end > waits.start else parts
-        rows += [_bar(span, tracks[batch], min(span.start for span in spans)) | {"text": ""} for span in parts]
+        rows += [_bar(span, tracks[batch], first) | {"text": ""} for span in parts]
     ends = min(row["start"] for row in rows), max(row["end"] for row in rows)
     spec = timeline(
         rows, list(tracks.values()), Axis("start", "seconds since the start", domain=ends), ends[1] - ends[0]
@@ -305,11 +305,21 @@ def lives(run: ReadRun, number: int) -> Iterator[Panel]:
 
 
 def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    drawn = [
+    drawn = _drawn(spans)
+    return [_bar(span, span.track, _first(drawn)) for span in drawn]
+
+
+def _drawn(spans: Sequence[Span]) -> list[Span]:
+    """What a timeline shows, by its beginning."""
+    shown = (
         span for span in spans if span.name in WORK_OF and (span.name != "publish" or span.end - span.start > 1e-3)
-    ]
-    first = min((span.start for span in drawn), default=0.0)
-    return [_bar(span, span.track, first) for span in sorted(drawn, key=lambda span: span.start)]
+    )
+    return sorted(shown, key=lambda span: span.start)
+
+
+def _first(drawn: Sequence[Span]) -> float:
+    """When a timeline begins."""
+    return drawn[0].start if drawn else 0.0
 
 
 def _bar(span: Span, track: str, first: float) -> dict[str, Any]:
