@@ -348,6 +348,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "second": partial(robustness, "second"),
     "primary_second": partial(primary, "second"),
     "equal_time": equal_time,
+    "staleness": partial(swept, "staleness", {"train.staleness": "0"}),
+    "docstrings": partial(swept, "docstrings", {"train.staleness": "0"}),
     "mini_batches": partial(swept, "mini_batches", {"N": "1"}),
     "corrections": partial(swept, "corrections", {}),
     "original_schedule": partial(swept, "original_schedule", {"schedule": "per step"}),

@@ -207,8 +207,15 @@ def test_what_folders_of_real_runs_say(runs):
 
 def test_the_charts_have_the_numbers_of_the_runs(runs):
     read = [read_run(runs[name], name) for name in ("sync", "async")]
-    specs = data_of(page(read))["specs"]
+    data = data_of(page(read))
+    specs = data["specs"]
     for run in read:
+        tokens, seconds = (sum(row[name] for row in run.rows) for name in ("val/response_length", "time/batch"))
+        assert data["progress"][run.name][-1] == [
+            6,
+            pytest.approx(16 * tokens, abs=1),
+            pytest.approx(seconds, abs=0.01),
+        ]
         shown = [row for row in specs["objective-scores"]["data"]["values"] if row["series"] == run.name]
         logged = [(row["batch"], row["objective/scores"]) for row in run.rows]
         assert [(row["batch"], row["value"]) for row in shown] == [(x, pytest.approx(y, rel=1e-5)) for x, y in logged]

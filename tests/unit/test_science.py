@@ -38,7 +38,7 @@ def test_the_page_has_the_power_that_its_data_give():
 
 
 def test_every_run_has_judged_the_same_prompts():
-    for name in ("rates", "robustness", "between", "second", "mini_batches"):
+    for name in ("rates", "robustness", "between", "second", "staleness", "mini_batches"):
         runs = science.read(name)
         assert {len(run.scores) for run in runs} == {500}
         assert {score for run in runs for score in run.scores} == {0, 1}
