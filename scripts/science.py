@@ -1,4 +1,4 @@
-"""The tables of docs/science.md, docs/stale_batches.md and recipes/smollm/README.md from their data, in docs/science.
+"""The tables and pictures of docs/science.md, docs/stale_batches.md and recipes/smollm/README.md from docs/science.
 
 python scripts/science.py                                             # print every table
 python scripts/science.py keep robustness runs/science/robustness/results.jsonl    # take a sweep's results over
@@ -26,7 +26,8 @@ from async_rlhf.commands.evaluation.statistics import (
     crossed_mean_interval,
     mean_interval,
 )
-from async_rlhf.studies.sweep.results import summaries, table
+from async_rlhf.studies.sweep.pictures import draw
+from async_rlhf.studies.sweep.results import Summary, summaries, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "science.md", DOCS / "stale_batches.md", DOCS.parent / "recipes" / "smollm" / "README.md"
@@ -170,8 +171,19 @@ def equal_time() -> Iterator[str]:
         yield f"| {' | '.join([algorithm, told(level, '.3f'), *(told(change, '+.3f') for change in changes)])} |"
 
 
-def swept(name: str, baseline: Mapping[str, str]) -> Iterator[str]:
-    """The table of a sweep, without axes that have one value."""
+SWEPT = {
+    "staleness": {"train.staleness": "0"},
+    "docstrings": {"train.staleness": "0"},
+    "mini_batches": {"N": "1"},
+    "corrections": {},
+    "original_schedule": {"schedule": "per step"},
+    "epochs_and_samples": {"epochs and samples": "T 1, K 2"},
+}
+"""Studies that are shown as sweeps show them, and their baselines."""
+
+
+def swept(name: str) -> list[Summary]:
+    """The settings of a sweep, without axes that have one value."""
     runs = read(name)
     axes = [axis for axis in runs[0].setting if len({run.setting[axis] for run in runs}) > 1]
     results = [
@@ -189,7 +201,12 @@ def swept(name: str, baseline: Mapping[str, str]) -> Iterator[str]:
         }
         for run in runs
     ]
-    yield from table(summaries(results, {}, baseline), baseline).splitlines()
+    return summaries(results, {}, SWEPT[name])
+
+
+def table_of(name: str) -> Iterator[str]:
+    """The table of a sweep."""
+    yield from table(swept(name), SWEPT[name]).splitlines()
 
 
 def rates() -> Iterator[str]:
@@ -348,12 +365,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "second": partial(robustness, "second"),
     "primary_second": partial(primary, "second"),
     "equal_time": equal_time,
-    "staleness": partial(swept, "staleness", {"train.staleness": "0"}),
-    "docstrings": partial(swept, "docstrings", {"train.staleness": "0"}),
-    "mini_batches": partial(swept, "mini_batches", {"N": "1"}),
-    "corrections": partial(swept, "corrections", {}),
-    "original_schedule": partial(swept, "original_schedule", {"schedule": "per step"}),
-    "epochs_and_samples": partial(swept, "epochs_and_samples", {"epochs and samples": "T 1, K 2"}),
+    **{name: partial(table_of, name) for name in SWEPT},
     "pair_losses": pair_losses,
     "sums": sums,
     "impulse": impulse,
@@ -383,6 +395,8 @@ def main() -> None:
     for path in PAGES:
         path.write_text(page(path), encoding="utf-8")
     draw_impulse(DATA / "impulse.png")
+    for name in ("staleness", "mini_batches", "corrections"):
+        draw(swept(name), None, DATA / f"{name}.png")
 
 
 if __name__ == "__main__":

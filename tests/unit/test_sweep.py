@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.studies.report.charts import Axis, Key
 from async_rlhf.studies.sweep.command import FailedRunsError, run_sweep, share_of
 from async_rlhf.studies.sweep.config import SweepConfig
-from async_rlhf.studies.sweep.pictures import axis_of, draw, series_of, without_constants
+from async_rlhf.studies.sweep.pictures import axis_of, draw, picture, series_of, without_constants
 from async_rlhf.studies.sweep.results import Summary, summaries, table
 from async_rlhf.studies.sweep.running import Job, run_jobs
 from async_rlhf.studies.sweep.trials import trials_of
@@ -327,6 +328,18 @@ def test_the_picture_has_what_was_swept_on_the_horizontal_and_one_look_for_each_
     constant = [summary("ppo", "0.1", "0"), summary("rloo", "0.1", "0")]
     assert not draw(constant, None, tmp_path / "none.png")  # none that varies
     assert not (tmp_path / "none.png").exists()
+
+
+def test_ten_settings_have_ten_colours_and_points_and_labels_have_room():
+    found = [summary(f"a{i}", "0.1", s) for i in range(10) for s in ("4", "16")]
+    found[-1] = replace(found[-1], gold=Interval(0.9, 0.8, 1.0), kl=Interval(3.0, 2.0, 4.0))
+    spec = picture(found, None)
+    by_staleness, _, by_kl = spec["vconcat"][0]["hconcat"]
+    first = by_staleness["layer"][0]["encoding"]
+    assert len(set(first["color"]["scale"]["range"])) == 10
+    low, high = first["x"]["scale"]["domain"]
+    assert all(low < row["x"] < high for row in by_staleness["data"]["values"])
+    assert [row["label"] for row in by_kl["data"]["values"] if row["label"]] == ["16"]  # of the one that stands apart
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 One meaning for each, in every chart:
 
 - **colour** is the run (or the group of runs): :class:`Key` gives each its own, and it keeps it everywhere. The colours
-  are those of Okabe and Ito (2008), which colour-blind people can tell apart. Grey is what was not trained here.
+  are those of Okabe and Ito (2008), which colour-blind people can tell apart, and four more. Grey is what was not
+  trained here.
 - **the shape of a point** is the algorithm.
 - **the dashes of a line and the filling of a point** are the staleness S: solid and hollow is the least of a chart; the
   staler, the more broken the line and the fuller the point.
@@ -30,7 +31,7 @@ INSTALL = "pip install 'async-rlhf[report]'"
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 VEGA_LITE = "6.4"
 """The version that draws, of those in vl-convert."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7E57C2", "#8D6E3A", "#7CB342", "#C2185B")
 GREY = "#808080"
 # In a box from -1 to 1. Filled or hollow, they can be told apart at the size of a letter.
 SHAPES = (
@@ -106,7 +107,7 @@ class Key:
     """The looks of all series of a page or a figure. Charts with the same key agree on them.
 
     Args:
-        series: in the order in which they get their colours. More than six share colours; shapes and dashes differ
+        series: in the order in which they get their colours. More than ten share colours; shapes and dashes differ
             only if algorithm or S does.
     """
 
