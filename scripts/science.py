@@ -2,6 +2,7 @@
 
 python scripts/science.py                                             # print every table
 python scripts/science.py keep robustness runs/science/robustness/results.jsonl    # take a sweep's results over
+python scripts/science.py keep certificate runs/science/certificate                # or a certificate's
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from async_rlhf.commands.evaluation.statistics import (
     crossed_mean_interval,
     mean_interval,
 )
+from async_rlhf.studies.certify.bets import Question
+from async_rlhf.studies.certify.certificate import in_order, looks, summary_of
+from async_rlhf.studies.certify.certificate import told as words
 from async_rlhf.studies.sweep.pictures import draw
 from async_rlhf.studies.sweep.results import Summary, summaries, table
 
@@ -58,13 +62,13 @@ def read(name: str) -> list[Judged]:
 
 
 def keep(name: str, results: Path) -> None:
-    """Write results as compact lines: those of a sweep, a run each, or of impulse.py and drift.py."""
+    """Write results as compact lines: those of a sweep or a certificate, a run each, or of impulse.py and drift.py."""
     if name in ("impulse", "drift"):
         rows = map(json.loads, results.read_text().splitlines())
         DATA.joinpath(f"{name}.jsonl").write_text("".join(f"{json.dumps(compact(row))}\n" for row in rows))
         return
     lines = []
-    for row in map(json.loads, results.read_text().splitlines()):
+    for row in results_in(results):
         right_or_wrong = set(row["scores"]) <= {0.0, 1.0}
         kept = {"setting": row["setting"], "seed": row["seed"], "kl": round(row["kl"]["estimate"], 4)}
         kept["ess"] = round(row["metrics"]["val/ess_sequence"], 4)
@@ -76,6 +80,14 @@ def keep(name: str, results: Path) -> None:
         lines.append(json.dumps(kept))
     DATA.mkdir(exist_ok=True)
     (DATA / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def results_in(place: Path) -> list[dict[str, Any]]:
+    """Of all runs, in the order of their seeds where they are a certificate's."""
+    if place.is_file():
+        return [json.loads(line) for line in place.read_text().splitlines()]
+    found = [json.loads(file.read_text())["results"] for file in place.glob("runs/*/trial.json")]
+    return sorted(found, key=lambda row: (row["seed"], row["setting"]["staleness"]))
 
 
 def compact(row: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +169,17 @@ def primary(name: str) -> Iterator[str]:
     first, second = (lost(groups, algorithm, "16") for algorithm in PRIMARY)
     more = crossed_mean_interval((first - second).tolist())
     yield f"{told(more, '+.3f')}, p = {p_of((first - second).mean(axis=1).tolist()):.1g}, {len(first)} pairs of runs"
+
+
+def certificate() -> Iterator[str]:
+    """What `certify` says of the pairs of recipes/science/certify.yml."""
+    arrivals = [
+        (int(run.setting["staleness"]), run.seed, {"scores": run.scores, "kl": {"estimate": run.kl}})
+        for run in read("certificate")
+    ]
+    question = Question(staleness=1, margin=0.03, error=0.05, min_pairs=5, bound=0.3, breakdown_rate=0.1)
+    pairs = in_order(arrivals, sorted({seed for _, seed, _ in arrivals}), question.staleness)
+    yield from (f"- {line}" for line in words(summary_of([*looks(pairs, question)], question)).splitlines())
 
 
 def equal_time() -> Iterator[str]:
@@ -366,6 +389,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "primary_second": partial(primary, "second"),
     "equal_time": equal_time,
     **{name: partial(table_of, name) for name in SWEPT},
+    "certificate": certificate,
     "pair_losses": pair_losses,
     "sums": sums,
     "impulse": impulse,

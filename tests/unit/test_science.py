@@ -38,7 +38,7 @@ def test_the_page_has_the_power_that_its_data_give():
 
 
 def test_every_run_has_judged_the_same_prompts():
-    for name in ("rates", "robustness", "between", "second", "staleness", "mini_batches"):
+    for name in ("rates", "robustness", "between", "second", "staleness", "mini_batches", "certificate"):
         runs = science.read(name)
         assert {len(run.scores) for run in runs} == {500}
         assert {score for run in runs for score in run.scores} == {0, 1}
@@ -148,8 +148,8 @@ def test_a_sweeps_table_has_the_axes_that_vary(tmp_path, monkeypatch):
     monkeypatch.setattr(science, "DATA", tmp_path)
     settings = [{"algorithm": "a", "train.learning_rate": "0.1", "train.staleness": age} for age in ("0", "4")]
     rows = [judged(one, seed, 5 + i, ess=0.75) for i, one in enumerate(settings) for seed in (0, 1)]
-    put(tmp_path, "s", rows)
-    titles, _, first, second = science.swept("s", {"train.staleness": "0"})
+    put(tmp_path, "staleness", rows)
+    titles, _, first, second = science.table_of("staleness")
     assert titles == ("| staleness | seeds | gold reward | minus staleness 0 | KL to start | ESS, completions |")
     assert first.startswith("| 0 | 2 | 0.500 [")
     assert first.endswith("] |  | 0.50 [0.50, 0.50] | 0.750 |")
@@ -169,3 +169,17 @@ def test_sums_that_are_new_are_told_apart(tmp_path, monkeypatch):
     )
     *_, row = science.sums()
     assert [cell.split(" [")[0] for cell in row.split(" | ")] == ["| dpo", "1", "2", "62.5%", "25.0%"]
+
+
+def test_a_certificates_runs_are_kept_in_the_order_of_their_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(science, "DATA", tmp_path)
+    for seed in (10, 2):
+        for age in ("1", "0"):
+            results = {"setting": {"staleness": age}, "seed": seed, "kl": {"estimate": 0.5}, "scores": [1.0, 0.0]}
+            folder = tmp_path / "certificate" / "runs" / f"staleness={age},seed={seed}"
+            folder.mkdir(parents=True)
+            text = json.dumps({"results": results | {"metrics": {"val/ess_sequence": 1.0}}})
+            (folder / "trial.json").write_text(text)
+    science.keep("certificate", tmp_path / "certificate")
+    kept = [(run.seed, run.setting["staleness"], run.scores) for run in science.read("certificate")]
+    assert kept == [(seed, age, (1.0, 0.0)) for seed in (2, 10) for age in ("0", "1")]
