@@ -171,6 +171,17 @@ def primary(name: str) -> Iterator[str]:
     yield f"{told(more, '+.3f')}, p = {p_of((first - second).mean(axis=1).tolist()):.1g}, {len(first)} pairs of runs"
 
 
+def studies() -> Iterator[str]:
+    """How large each study is. A run on sorting takes 12 seconds of one core, one on docstrings 90."""
+    yield "| data | runs | seeds | starting models | hours of one core |"
+    yield "| --- | --- | --- | --- | --- |"
+    whole = ("rates", "robustness", "between", "second", "time", "pair_losses", "certificate", *SWEPT)
+    for name, runs in ((name, read(name)) for name in whole):
+        seeds, starts = {run.seed for run in runs}, {run.setting.get("start") for run in runs}
+        hours = len(runs) * (90 if name == "docstrings" else 12) / 3600
+        yield f"| [{name}](science/{name}.jsonl) | {len(runs)} | {len(seeds)} | {len(starts)} | {hours:.1f} |"
+
+
 def certificate() -> Iterator[str]:
     """What `certify` says of the pairs of recipes/science/certify.yml."""
     arrivals = [
@@ -382,6 +393,7 @@ def sums() -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "studies": studies,
     "rates": rates,
     "robustness": partial(robustness, "robustness", "between"),
     "primary": partial(primary, "robustness"),
