@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/quickstart
 BIN = $(VENV)/bin
-# A test that takes its process with it ends the suite: pytest-xdist would wait for ever.
-PARALLEL = --numprocesses auto --maxprocesses 4 --max-worker-restart 0
+# One more than cores, up to four: tests wait for processes a third of their time. And a test that takes its process with
+# it ends the suite: pytest-xdist would wait for ever.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
+PARALLEL = --numprocesses $(WORKERS) --max-worker-restart 0
 
 .PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
@@ -29,13 +31,13 @@ test-benchmarks: setup   ## benchmarks in their smallest size (the slow ones are
 	$(BIN)/python -m pytest $(PARALLEL) tests/benchmarks tests/memory
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
-	$(BIN)/python -m pytest -m 'vllm and not rare' tests/vllm $(PARALLEL) --maxprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'vllm and not rare' tests/vllm $(PARALLEL) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m 'distributed and not rare' tests/distributed $(PARALLEL) --dist loadfile
 
 docs-check: setup   ## run every command of the documentation, on tiny models: five minutes
-	$(BIN)/python -m pytest -m docs tests/docs $(PARALLEL) --maxprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest -m docs tests/docs $(PARALLEL) --numprocesses 2 --dist worksteal
 
 # In the order in which they should be seen: docs/first_hour_gpu.md.
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
