@@ -398,7 +398,7 @@ def score_batch(
     return score_padded(model, **padded(rows), autocast=autocast, device=device)
 
 
-def padded(rows: Sequence[Row]) -> dict[str, Tensor]:
+def padded(rows: Sequence[Row]) -> dict[str, Any]:
     """Tokens of rows, padded to the longest of them, and their lengths, as :func:`score_padded` takes them."""
     lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.long)
     return {"tokens_BT": pad_rows(rows, torch.long), "lengths_B": lengths_B}
@@ -411,10 +411,11 @@ def score_padded(
     lengths_B: Tensor,
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
+    context: ContextGroup = WHOLE,
 ) -> Tensor:
     """Scores (B,), float32 on the CPU; computed on ``device``, or else where the weights are, and in ``autocast``, or
-    else the weights' type.
+    else the weights' type. ``context`` has the ranks that share the rows.
     """
     device = model.device if device is None else device
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        return reward_scores(model, tokens_BT.to(device), lengths_B).float().cpu()
+        return reward_scores(model, tokens_BT.to(device), lengths_B, context=context).float().cpu()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
@@ -70,6 +71,7 @@ class Scorer:
         reward_funcs: see :data:`~async_rlhf.rewards.functions.RewardFunction`.
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
         parallel: how the ranks share the reward model's work, and possibly its weights.
+        context: the ranks that share its rows.
 
     Raises:
         ConfigError: there are not as many ``reward_weights`` as functions, or a function's state does not fit a file.
@@ -86,8 +88,10 @@ class Scorer:
         reward_funcs: Sequence[RewardFunction] = (),
         prompt_field: str = "query",
         parallel: Parallel = ALONE,
+        context: ContextGroup = WHOLE,
     ) -> None:
         self.parallel = parallel
+        self._context = context
         self.ranks = self.parallel.ranks
         self.tokenizer = tokenizer
         self.config = config
@@ -284,13 +288,15 @@ class Scorer:
         key, device = "annotate_max_tokens (reward model)", self._device
         assert self.reward_model is not None
         assert device is not None
-        passes = PassMemory.of([self.reward_model], self.config, self.parallel, with_gradient=False).of_whole_rows()
+        passes = PassMemory.of([self.reward_model], self.config, self.parallel, with_gradient=False)
+        if self._context.size == 1:
+            passes = passes.of_whole_rows()
         return min(self.ranks.gather(key, fitting_tokens(key, passes, device, to_come=0.0)))
 
     @property
     def scoring_ranks(self) -> int:
-        """How many share the reward model's batches."""
-        return self.ranks.count
+        """How many batches the ranks compute at a time."""
+        return self.ranks.count // self._context.size
 
     def score_batches(self, batches: list[list[Row]]) -> list[Tensor]:
         """Scores of each batch of rows, which rank 0 has, by the reward model; every rank computes some of them."""
@@ -300,13 +306,15 @@ class Scorer:
         def sizes(number: int) -> dict[str, int]:
             return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
 
-        deal = ScatteredBatches(
-            self.ranks, "computing rewards", len(batches), sizes, lambda number: padded(batches[number])
-        )
+        def rows_of(number: int) -> dict[str, Tensor]:
+            return padded(batches[number])
+
+        context, place = self._context, "computing rewards"
+        deal = ScatteredBatches(self.ranks, place, len(batches), sizes, rows_of, sharing=context.size)
         with self._model_at_hand:
             for number, rows, counts in deal:
-                scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device)
-                if counts:
+                scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device, context=context)
+                if counts and context.leads:
                     found[number] = scores_B
         parts = self.ranks.collect("rewards", found)
         everyone = {number: scores_B for part in parts for number, scores_B in part.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,8 +10,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import steps_of
 from async_rlhf.generation.inline import PolicyEngine, make_inline
@@ -22,12 +24,14 @@ from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.learner.launch import device_of_host
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen_models import frozen
-from async_rlhf.models.packing import choose
+from async_rlhf.models.packing import choose, require_shared
 from async_rlhf.models.sharded_loading import is_on_meta
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.rewards.remote_reward_model import ApartScorer
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.system.trace import Trace
+
+logger = logging.getLogger(__name__)
 
 
 def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> None:
@@ -95,8 +99,27 @@ def make_scorer(
     if reward_model is not None and apart and parallel.ranks.is_main:
         model = _at_work(reward_model, config, ALONE)
         return ApartScorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
-    model = _at_work(reward_model, config, parallel) if reward_model is not None and here else None
-    return Scorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
+    if reward_model is None or not here:
+        return Scorer(tokenizer, config, None, reward_funcs, prompt_field, parallel)
+    model = _at_work(reward_model, config, parallel)
+    context = _sharing(model, config, parallel)
+    return Scorer(tokenizer, config, model, reward_funcs, prompt_field, parallel, context)
+
+
+def _sharing(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> ContextGroup:
+    """The ranks that share the rows of a reward model at work; where they cannot, each reads whole rows."""
+    device, dtype, size = parallel.device_of(reward_model), autocast_dtype(config), parallel.context.size
+    if size == 1:
+        return WHOLE
+    try:
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            require_shared({"reward model": reward_model}, size, device)
+    except ConfigError as error:
+        logger.info("%s; its rows are not shared", error)
+        return WHOLE
+    finally:
+        parallel.reshard(reward_model)
+    return parallel.context
 
 
 def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> PreTrainedModel:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import SMOOTH
 from test_packing import LENGTHS_B, gradients, made, packed, rows
-from tiny import new_args
+from tiny import byte_tokenizer, new_args
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,8 +30,9 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
-from async_rlhf.models.forward import end_values, response_logprobs, response_values, reward_scores
+from async_rlhf.models.forward import end_values, response_logprobs, response_values, reward_scores, score_batch
 from async_rlhf.models.routing import replay_routes, route_shape
+from async_rlhf.run.factory import make_scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
 
 KINDS = ["llama", "gpt_neox", "gpt2", "mistral", "mixtral"]
@@ -176,6 +177,28 @@ def compare_learners(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
     return found
 
 
+def compare_scores(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
+    """How much a reward model's scores differ from one rank's, and which part of a pass rank 0 computes. Four ranks
+    cannot share the last model's heads.
+    """
+    rows = [tuple(range(1, length)) for length in (37, 30, 23, 16, 9, 2)]
+    batches, found = [rows[:2], rows[2:4], rows[4:]], {}
+    alone = torch.cat([score_batch(made("llama", values=True), batch) for batch in batches])
+    for strategy, size, packing, heads in (("ddp", 2, False, 4), ("fsdp", 4, True, 4), ("ddp", 4, False, 2)):
+        shared = ParallelConfig(strategy, context_parallel=size)
+        config = new_args(folder, device="cpu", packing=packing, parallel=shared, total_episodes=96)
+        model, seen = made("llama", values=True), []
+        model.config.num_attention_heads = heads
+        scorer = make_scorer(config, byte_tokenizer(), model, (), "query", make_parallel(config, ranks))
+        model.base_model.register_forward_pre_hook(
+            lambda *given, seen=seen: seen.append(given[-1]["input_ids"].numel()), with_kwargs=True
+        )
+        scores = scorer.score_batches(batches if ranks.is_main else [])
+        if ranks.is_main:
+            found[f"{strategy}, {size}, {heads}"] = [off({"": torch.cat(scores)}, {"": alone}), max(seen)]
+    return found
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     (options,) = json.loads(sys.argv[1])
@@ -183,5 +206,6 @@ if __name__ == "__main__":
     ranks = start_ranks(new_args(folder, device="cpu", total_episodes=96))
     contexts = {size: ContextGroup.of(ranks, size, 60.0) for size in SIZES}
     found = {"passes": compare_passes(ranks, contexts), "learners": compare_learners(folder, ranks)}
+    found["scores"] = compare_scores(folder, ranks)
     if ranks.is_main:
         (folder / "found.json").write_text(json.dumps(found))

@@ -37,3 +37,11 @@ def test_a_learner_knows_and_does_what_one_rank_does(found):
     limits = (ROUNDING, OF_A_STEP, ROUNDING)
     over = {case: off for case, off in found["learners"].items() if any(map(float.__gt__, off, limits))}
     assert over == {}
+
+
+def test_a_reward_model_scores_as_on_one_rank_of_which_each_computes_a_part(found):
+    """By halves, by quarters of what is packed, and whole rows of a model that cannot share them."""
+    assert max(off for off, _ in found["scores"].values()) <= ROUNDING
+    padded, packed = 2 * 36, 36 + 29
+    tokens = {case: most for case, (_, most) in found["scores"].items()}
+    assert tokens == {"ddp, 2, 4": padded / 2, "fsdp, 4, 4": -(-packed // 4), "ddp, 4, 2": padded}

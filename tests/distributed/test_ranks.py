@@ -93,7 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "frozen models apart": ({**ASYNC, "reward_model_device": "cpu", "reference_device": "cpu"}, ["fsdp", "zero3"]),
     "reduced once": ({**ASYNC, "parallel": {"reduce": "once"}}, ["fsdp"]),
     "two copies": ({**ASYNC, "parallel": {"shard_size": 1}}, ["fsdp"]),
-    # Both ranks compute every row, each a part of it and one of two heads; the reward model's rows are whole.
+    # Both ranks compute every row, each a part of it and one of two heads.
     "shared rows": ({**ASYNC, "parallel": {"context_parallel": 2}, "save_steps": 2, "total_episodes": 64}, STRATEGIES),
     "shared rows, by tokens": (
         {

@@ -610,19 +610,14 @@ def test_ranks_that_share_rows_take_the_time_of_what_they_exchange():
     assert gap == pytest.approx(2 * 8 * 2 * 120 * 2 * token / (4 * 10e9))
 
 
-def test_the_reward_model_holds_whole_rows_where_ranks_share_them():
-    """That of no size is none, and what is left is shared."""
+def test_what_a_pass_holds_is_divided_where_ranks_share_rows():
     long = replace(CHAT.workload, annotate_rows=8, longest_prompt=30_000)
 
     def annotate(**model: float) -> float:
         line = Roofline(CHAT.hardware, replace(CHAT.model, **model), batch_of(long, None))
         return line.phases(8, recompute=True)["annotate"]
 
-    weights = CHAT.model.parameters * 2 / 8  # its own, which the learners share
-    alone, shared = annotate(), annotate(context_parallel=4)
-    assert shared == pytest.approx(alone, rel=0.02)
-    assert annotate(context_parallel=4, reward_parameters=0.0) + weights < 0.7 * shared
-    assert annotate(context_parallel=4, frozen_devices=2) < annotate(context_parallel=4, reward_parameters=0.0)
+    assert annotate(context_parallel=4) < 0.7 * annotate()
 
 
 def test_a_width_that_is_not_given_follows_from_the_parameters():

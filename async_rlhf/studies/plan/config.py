@@ -159,8 +159,8 @@ class ModelSizeConfig(Checked):
     strategy: Literal["fsdp", "zero3", "zero2", "zero1", "ddp"] = "fsdp"
     """What learners share, as in train.parallel.strategy. With the first two that is all models."""
     context_parallel: int = key(1, at_least(1))
-    """Learners that share each row, as in train.parallel.context_parallel: what a pass holds is divided by it, but
-    not of the reward model's, which reads whole rows. What they exchange in each block takes time."""
+    """Learners that share each row, as in train.parallel.context_parallel: what a pass holds is divided by it. What
+    they exchange in each block takes time."""
     bf16: bool | None = None
     """The learner computes in bfloat16, under autocast; null for what the recipe says, or a GPU decides where it says
     nothing."""

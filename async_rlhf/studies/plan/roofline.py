@@ -389,14 +389,8 @@ class Roofline:
 
     def phases(self, learners: int, recompute: bool | str) -> dict[str, float]:
         """Bytes of each of this many learners at the peak of each phase."""
-        memories = self.memories(learners, recompute)
-        each = [memory.phases() for memory in memories]
-        found = {name: sum(phases[name] for phases in each) for name in each[0]}
-        if self.model.context_parallel > 1 and self._frozen and self._judges[1]:  # it reads whole rows
-            whole = replace(memories[0], context=1, shape=replace(memories[0].shape, parameters=self._judges[1]))
-            held = sum(memory.held() for memory in memories)
-            found["annotate"] = max(found["annotate"], held + max(whole.annotating().values()))
-        return found
+        each = [memory.phases() for memory in self.memories(learners, recompute)]
+        return {name: sum(phases[name] for phases in each) for name in each[0]}
 
     def memories(self, learners: int, recompute: bool | str) -> list[LearnerMemory]:
         """Of the policy with the frozen models, and of the value model, which is trained in the same passes."""
