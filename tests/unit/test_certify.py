@@ -232,7 +232,7 @@ def config(inputs, output, **changes):
                 "learning_rate": 1e-3,
                 "max_prompt_length": 32,
                 "non_eos_penalty": False,
-                "generation": {"response_length": 8},
+                "generation": {"response_length": 8, "placement": "inline"},
             },
         },
         "held_out": {"data": str(inputs / "prompts.jsonl"), "reward_funcs": reward, "response_length": 8, "seed": 7},
