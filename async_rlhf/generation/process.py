@@ -128,7 +128,8 @@ class ProcessWorker(Worker):
         theirs.close()  # only the worker holds it now, so its death ends our read
         self._outbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(pipe, self.starts), daemon=True).start()
-        threading.Thread(target=_write, args=(pipe, self._outbox), daemon=True).start()
+        name = f"requests to {self.label}"
+        threading.Thread(target=_write, args=(pipe, self._outbox), name=name, daemon=True).start()
 
     def _read(self, pipe: Connection, start: int) -> None:
         with suppress(EOFError, OSError):
@@ -152,6 +153,7 @@ class ProcessWorker(Worker):
         """Wait for it to end, and describe how it ended."""
         hang_up(self._pipe)  # if the fork server is dead, nothing else shows whether it has ended
         self.process.join()
+        self._outbox.put(None)  # the thread that sends ends, too
         return f"died (exit code {self.process.exitcode})"
 
     def submit(self, request: Request) -> None:

@@ -88,6 +88,7 @@ class KillGenerator(TrainerCallback):
 
 
 def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy, tokenizer, prompts, make_args):
+    before = threading.enumerate()
     undisturbed = trainer_for(make_policy, tokenizer, prompts, make_args("undisturbed", staleness=1))
     undisturbed.train()
     killer = KillGenerator(after=2)
@@ -101,6 +102,10 @@ def test_a_killed_generator_is_restarted_and_samples_the_same_again(make_policy,
     assert (fault.track, fault.name) == ("generator 0", "restarted")
     assert "exit code -9" in fault.why
     assert not read_run(Path(undisturbed.args.output_dir), "undisturbed").faults
+    for thread in threading.enumerate():
+        if thread not in before and thread.name.startswith("requests to"):
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "of the process that was killed"
 
 
 @contextmanager
