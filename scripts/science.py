@@ -27,15 +27,18 @@ from async_rlhf.commands.evaluation.statistics import (
     crossed_mean_interval,
     mean_interval,
 )
-from async_rlhf.studies.certify.bets import Question
+from async_rlhf.config.parsing import parse
 from async_rlhf.studies.certify.certificate import in_order, looks, summary_of
 from async_rlhf.studies.certify.certificate import told as words
+from async_rlhf.studies.certify.command import question_of
+from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.sweep.pictures import draw
 from async_rlhf.studies.sweep.results import Summary, summaries, table
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = DOCS / "science.md", DOCS / "stale_batches.md", DOCS.parent / "recipes" / "smollm" / "README.md"
 DATA = DOCS / "science"
+CERTIFY = DOCS.parent / "recipes" / "science" / "certify.yml"
 PRIMARY = ("online_dpo", "online_dpo, anchored")
 """What one loses to staleness less what the other does: named in recipes/science/robustness.yml before the runs."""
 
@@ -188,7 +191,7 @@ def certificate() -> Iterator[str]:
         (int(run.setting["staleness"]), run.seed, {"scores": run.scores, "kl": {"estimate": run.kl}})
         for run in read("certificate")
     ]
-    question = Question(staleness=1, margin=0.03, error=0.05, min_pairs=5, bound=0.3, breakdown_rate=0.1)
+    question = question_of(parse(CertifyConfig, "certify", ["--config", str(CERTIFY)])[0])
     pairs = in_order(arrivals, sorted({seed for _, seed, _ in arrivals}), question.staleness)
     yield from (f"- {line}" for line in words(summary_of([*looks(pairs, question)], question)).splitlines())
 

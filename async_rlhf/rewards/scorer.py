@@ -306,11 +306,9 @@ class Scorer:
         def sizes(number: int) -> dict[str, int]:
             return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
 
-        def rows_of(number: int) -> dict[str, Tensor]:
-            return padded(batches[number])
-
         context, place = self._context, "computing rewards"
-        deal = ScatteredBatches(self.ranks, place, len(batches), sizes, rows_of, sharing=context.size)
+        given = (self.ranks, place, len(batches), sizes, lambda number: padded(batches[number]))
+        deal = ScatteredBatches(*given, sharing=context.size)
         with self._model_at_hand:
             for number, rows, counts in deal:
                 scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device, context=context)

@@ -102,8 +102,7 @@ def make_scorer(
     if reward_model is None or not here:
         return Scorer(tokenizer, config, None, reward_funcs, prompt_field, parallel)
     model = _at_work(reward_model, config, parallel)
-    context = _sharing(model, config, parallel)
-    return Scorer(tokenizer, config, model, reward_funcs, prompt_field, parallel, context)
+    return Scorer(tokenizer, config, model, reward_funcs, prompt_field, parallel, _sharing(model, config, parallel))
 
 
 def _sharing(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> ContextGroup:

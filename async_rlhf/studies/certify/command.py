@@ -52,8 +52,7 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
     trials = trials_of(config)
     check_trials(trials)
     _check_prompts(trials[0].held_out)
-    given = (config.staleness, config.margin, config.error, config.min_pairs)
-    question = Question(*given, 10 * config.margin if config.bound is None else config.bound, config.breakdown_rate)
+    question = question_of(config)
     least = fewest_pairs(question)
     right = f"must be at least {least}: fewer cannot show that less than {config.breakdown_rate:g} of pairs break down"
     require(config.max_pairs >= least, "max_pairs", config.max_pairs, right)
@@ -77,6 +76,12 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
     print(text)
     logger.info("certificate: %s", folder / CERTIFICATE)
     return summary
+
+
+def question_of(config: CertifyConfig) -> Question:
+    """What is asked; with ``of_gain`` margin and bound are still shares."""
+    given = (config.staleness, config.margin, config.error, config.min_pairs)
+    return Question(*given, 10 * config.margin if config.bound is None else config.bound, config.breakdown_rate)
 
 
 def trials_of(config: CertifyConfig) -> list[Trial]:
