@@ -7,6 +7,8 @@ BIN = $(VENV)/bin
 # it ends the suite: pytest-xdist would wait for ever.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
 PARALLEL = --numprocesses $(WORKERS) --max-worker-restart 0
+# Compiled once: hundreds of processes would each compile the package, and those of pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
@@ -23,7 +25,7 @@ test-quick: setup   ## install, then run the laws, the oracles, the golden runs,
 test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
 	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare $(PARALLEL)
 	FUZZ_CASES=1400 $(BIN)/python -m pytest tests/contract/test_fuzz.py
-	$(BIN)/python -m pytest -m rare tests/benchmarks $(PARALLEL)
+	$(BIN)/python -m pytest -m rare tests/benchmarks tests/memory $(PARALLEL)
 	test ! -e $(VENV)/.distributed || $(BIN)/python -m pytest -m 'distributed and rare' tests/distributed
 	test ! -e $(VENV)/.vllm || $(BIN)/python -m pytest -m 'vllm and rare' tests/vllm
 

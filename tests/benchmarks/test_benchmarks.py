@@ -109,6 +109,7 @@ def test_overlap(run):
             require(row["speed-up"], 0.01)
 
 
+@pytest.mark.rare
 def test_overlap_waiting(run):
     """All of its parts: each must run to its end, and none may stop the next."""
     rows = columns(run("overlap.py", "--waiting"), 54, ["ours", "naive"])

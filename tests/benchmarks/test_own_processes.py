@@ -38,6 +38,7 @@ def test_waits(name):
             require(value, 0.0, 1.0 if figure in SHARES else 1000.0)
 
 
+@RARE
 def test_data():
     first, *starts = by_itself("data.py", "--kind", "pairs").splitlines()
     assert first.startswith("100 pairs")
@@ -49,6 +50,7 @@ def test_data():
         require(line)
 
 
+@RARE
 def test_publish():
     rows = columns(by_itself("publish.py", "--device", "cpu"), 10, ["GB/s", "seconds", "the first", "stall"])
     assert [row[""] for row in rows] == ["device", "host", "folder", "network", "raw"]
@@ -59,7 +61,8 @@ def test_publish():
         assert row["stall"] == "-" if row[""] in ("network", "raw") else float(row["stall"]) >= 0
 
 
-@pytest.mark.parametrize("words", [(), pytest.param(("--only", "cores"), marks=RARE)])
+@RARE
+@pytest.mark.parametrize("words", [(), ("--only", "cores")])
 def test_plan_against_runs(words):
     text = by_itself("plan.py", *words)
     (rows,) = markdown(text)

@@ -18,7 +18,7 @@ from checked_episodes import check_episode, models_of, watch
 from environments import Echo, Greeting, Sleepy, forget
 from faulty_worker import run_slow_worker
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
-from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare_unless
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare, rare_unless
 
 from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.rerun import ReplayDiffersError
@@ -188,7 +188,7 @@ def as_command(folder, environment, name="run", **changes) -> RunConfig:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [rare(0), 1])
 def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, staleness):
     """By what it said, which is in the run's folder; in evaluations too."""
     run_train(as_command(tmp_path, "Fickle", staleness=staleness, eval_steps=2))
@@ -341,8 +341,8 @@ PLAYED = {"agent": World(agent=talk), "tools": World(tools=[calculate]), "conver
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("world", "algorithm", "staleness"),
-    [("agent", "grpo", 0), ("agent", "grpo", 1), ("tools", "grpo", 0), ("tools", "grpo", 1),
-     ("conversations", "ppo", 0), ("conversations", "online_dpo", 1), ("conversations", "grpo", 2)],
+    [rare("agent", "grpo", 0), ("agent", "grpo", 1), rare("tools", "grpo", 0), ("tools", "grpo", 1),
+     rare("conversations", "ppo", 0), ("conversations", "online_dpo", 1), ("conversations", "grpo", 2)],
 )  # fmt: skip
 def test_tools_and_agents_are_as_exact(tmp_path, tokenizer, prompts, world, algorithm, staleness):
     """Also when a run is stopped after batch 1 and resumed."""
@@ -416,7 +416,7 @@ def fly(tmp_path, tokenizer, prompts, monkeypatch, generation, **changes):
     return metrics, several
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [rare(1), 2])
 def test_in_flight_a_slow_environment_keeps_the_bound(tmp_path, tokenizer, prompts, monkeypatch, workers):
     """New weights come between two turns and between two tokens: each token is of those that it names."""
     metrics, several = fly(tmp_path, tokenizer, prompts, monkeypatch, {"workers": workers})

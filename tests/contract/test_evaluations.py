@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import StopAfter, count_letters
+from tiny import StopAfter, count_letters, rare
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -186,7 +186,7 @@ def test_with_bounded_staleness_an_evaluation_still_has_one_version(make_policy,
         assert found == answers_of(args, tokenizer, batch)
 
 
-@pytest.mark.parametrize(("staleness", "stop"), [(0, 2), (1, 2), (1, 3), (2, 4)])
+@pytest.mark.parametrize(("staleness", "stop"), [rare(0, 2), (1, 2), rare(1, 3), (2, 4)])
 def test_a_run_resumes_bit_for_bit_around_an_evaluation(
     make_policy, tokenizer, prompts, make_args, monkeypatch, staleness, stop
 ):

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker, run_stillborn_worker
+from forked import be_script, start_forked
 from tiny import count_letters, rare
 from transformers import TrainerCallback
 
@@ -500,18 +501,11 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
     """A script without a __main__ guard, interrupted as by Ctrl-C, and killed."""
     script, out = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), out=str(out)))
-    learner = subprocess.Popen(
-        [sys.executable, script],
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Started in the background by a shell, the tests ignore Ctrl-C, and what they start would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    learner = start_forked(be_script, script, log=tmp_path / "log")
     try:
-        deadline = time.monotonic() + 400  # two processes import torch, which takes a slow machine a minute
+        deadline = time.monotonic() + 400
         while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text().count("\n") > 2:
-            assert learner.poll() is None, learner.stderr.read()
+            assert learner.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
         processes = descendants(learner.pid)
@@ -521,7 +515,7 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
             os.killpg(learner.pid, sent)
         else:
             learner.send_signal(sent)
-        assert learner.wait(timeout=20) in code
+        assert learner.wait(timeout=20) in code, (tmp_path / "log").read_text()
         deadline = time.monotonic() + 60
         while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -530,7 +524,7 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
         complete = (out / "metrics.jsonl").read_text().splitlines()[:-1]
         assert [json.loads(line)["batch"] for line in complete] == list(range(1, len(complete) + 1))
     finally:
-        learner.kill()
+        learner.process.kill()
 
 
 UNCLOSED = """

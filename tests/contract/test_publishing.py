@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import all_drawn, count_letters
+from tiny import all_drawn, count_letters, rare
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.data.stream import PromptStream
@@ -169,7 +169,7 @@ def run(make_policy, tokenizer, prompts, args):
     return policy.state_dict(), rows, Path(args.output_dir)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("staleness", [rare(0), 1, 2])
 def test_a_slow_thread_changes_no_number(make_policy, tokenizer, prompts, make_args, delayed, staleness):
     generation = GenerationConfig(placement="process", response_length=12, num_threads=1)
     weights, rows, _ = run(

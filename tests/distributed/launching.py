@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from forked import Forked, be_script, start_forked
 from safetensors.torch import load_file
@@ -33,6 +34,11 @@ def free_port() -> int:
         port = 20_000 + secrets.randbelow(12_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
+
+
+def chosen(request: pytest.FixtureRequest) -> set[tuple[object, ...]]:
+    """The cases and strategies whose tests are to run."""
+    return {tuple(item.callspec.params.values()) for item in request.session.items if hasattr(item, "callspec")}
 
 
 def launch(runs: list[Any], ranks: int, log: Path, script: Path = SCRIPT) -> Forked:

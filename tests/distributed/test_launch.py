@@ -77,17 +77,16 @@ def torchrun(config: Path, *more: str, ranks: int = 2) -> list[str]:
 
 @pytest.fixture(scope="module")
 def by_torchrun(inputs, tmp_path_factory) -> Path:
+    """The folder of a run's configuration, output and log."""
     folder = tmp_path_factory.mktemp("by_torchrun")
-    log = folder / "log"
-    finish(start(torchrun(write_config(inputs, folder)), log), log, 120)
-    return folder / "run"
+    finish(start(torchrun(write_config(inputs, folder)), folder / "log"), folder / "log", 120)
+    return folder
 
 
-def test_the_command_under_torchrun(inputs, tmp_path, monkeypatch):
+def test_the_command_under_torchrun(by_torchrun, tmp_path, monkeypatch):
     """Trains, and is skipped the second time; a mistake is said once, and by nobody as a traceback."""
-    config, log = write_config(inputs, tmp_path), tmp_path / "log"
-    finish(start(torchrun(config), log), log, 120)
-    assert len(metrics_of(tmp_path / "run")) == 6
+    config, log = by_torchrun / "run.yml", by_torchrun / "log"
+    assert len(metrics_of(by_torchrun / "run")) == 6
     again = finish(start(torchrun(config), log), log, 120)
     assert "train: done already" in again
     # Python runs this as it starts: the rank that speaks for all is the slowest.
@@ -129,7 +128,7 @@ def test_an_accelerate_config_file(inputs, by_torchrun, tmp_path, strategy):
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "-m", "async_rlhf.cli"]
     text = finish(start([*words, "train", "--config", str(config)], log), log, 120)
     assert f"2 ranks, {strategy}" in text
-    ours, theirs = metrics_of(tmp_path / "run"), metrics_of(by_torchrun)
+    ours, theirs = metrics_of(tmp_path / "run"), metrics_of(by_torchrun / "run")
     assert len(ours) == len(theirs) == 6
     for mine, one in zip(ours, theirs, strict=True):
         for name in ("loss/policy_avg", "grad_norm", "objective/kl", "objective/scores"):

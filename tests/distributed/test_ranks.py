@@ -11,7 +11,7 @@ from typing import Any
 import launching
 import pytest
 import torch
-from launching import family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
+from launching import chosen, family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
 from ranks import new_policy
 from tiny import rare_unless
 
@@ -136,11 +136,6 @@ OFTEN = {
 
 def run_of(case: str, strategy: str, folder: Path, **changes: Any) -> dict[str, Any]:
     return {"folder": str(folder), "name": f"{case}-{strategy}", "strategy": strategy, **CASES[case][0], **changes}
-
-
-def chosen(request: pytest.FixtureRequest) -> set[tuple[str, str]]:
-    """The cases and strategies whose tests are to run."""
-    return {tuple(item.callspec.params.values()) for item in request.session.items if hasattr(item, "callspec")}
 
 
 @pytest.fixture(scope="module")

@@ -289,6 +289,7 @@ def slow_actors(cluster):
     return RayConfig(address=cluster.address, labels=ACTORS, runtime_env=hook, num_cpus=3)
 
 
+@pytest.mark.rare
 def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_more_restarts(
     slow_actors, make_policy, tokenizer, prompts, make_args
 ):
@@ -381,6 +382,7 @@ class AwaitsActors(TrainerCallback):
         assert wait_until(lambda: len(list(self.attempts.iterdir())) == self.count, 60)
 
 
+@pytest.mark.rare
 def test_actors_that_are_lost_before_they_run_are_placed_again_and_that_is_no_restart(
     cluster, run, undisturbed, tmp_path
 ):
@@ -433,6 +435,7 @@ def drawing(completions, **columns):
     return [random.random() + float(torch.rand(())) for _ in completions]
 
 
+@pytest.mark.rare
 def test_what_actors_draw_is_said_by_the_seed_and_not_by_what_they_did_before(cluster, tokenizer, make_args):
     from async_rlhf.distributed.ray import connect
     from async_rlhf.rewards.ray import RayScorer
@@ -616,6 +619,7 @@ def test_however_the_command_ends_its_actors_end(command, tmp_path):
     assert wait_until(lambda: not actor_pids("GeneratorActor") and not actor_pids("RewardActor"), 15)
 
 
+@pytest.mark.rare
 def test_a_learner_on_two_ranks_under_torchrun_has_its_actors_too(command, make_policy, tokenizer, prompts, make_args):
     """Weights that are spread over ranks come together for the object store; the run is that of one process."""
     # With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding.

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import stages
 import torch
-from launching import SCRIPT, family, finish, free_port, kill_all, left_of, process_of, start_ranks
+from launching import SCRIPT, chosen, family, finish, free_port, kill_all, left_of, process_of, start_ranks
 from safetensors.torch import load_file
+from tiny import rare_unless
 
 from async_rlhf.cli import _run
 from async_rlhf.learner.learner import Learner
@@ -39,6 +40,8 @@ TRAINED: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "reward by tokens": (["reward", "--train=pairs.jsonl", "--model=policy", "--max_tokens_per_pass=60"], ("ddp",)),
     "ratings": (["reward", "--train=rated.jsonl", "--model=policy", "--reference=texts.jsonl"], ("ddp", "fsdp")),
 }
+TRIED = [(name, strategy) for name, (_, tried) in TRAINED.items() for strategy in tried]
+SELDOM = {("sft", "fsdp"), ("sft by tokens", "ddp"), ("sft of adapters", "ddp"), ("reward", "ddp"), ("ratings", "ddp")}
 SHARDED = {("reward", "fsdp"), ("sft of adapters", "fsdp")}
 """With sharded checkpoints."""
 RESUMED = [("sft", "ddp"), ("sft", "zero2"), ("sft of adapters", "fsdp"), ("reward", "fsdp"), ("reward", "zero3")]
@@ -87,15 +90,15 @@ def alone(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spread(tmp_path_factory) -> Path:
-    """Everything on two ranks, and some stages once more from their checkpoints."""
+def spread(tmp_path_factory, request) -> Path:
+    """Everything that is chosen on two ranks, and some stages once more from their checkpoints."""
     folder = tmp_path_factory.mktemp("spread")
     stages.write_inputs(folder)
     (folder / "other").symlink_to(folder / "policy")
     commands = [
         [*trained(name, 1, strategy), f"--save_steps={4 if (name, strategy) in RESUMED else 0}"]
-        for name, (_, tried) in TRAINED.items()
-        for strategy in tried
+        for name, strategy in TRIED
+        if (name, strategy) in chosen(request)
     ]
     for name, strategy in RESUMED:
         commands.append([*trained(name, 1, strategy), f"--output_dir=again {name}-{strategy}", "--resume"])
@@ -114,7 +117,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("name", "strategy"), [(name, s) for name, (_, tried) in TRAINED.items() for s in tried])
+@pytest.mark.parametrize(("name", "strategy"), rare_unless(lambda i: TRIED[i] not in SELDOM, TRIED))
 def test_two_ranks_train_as_one(alone, spread, name, strategy):
     """The same weights, losses and norms in every line, and results, to rounding."""
     mine, one = spread / f"{name}-{strategy}", alone / name

@@ -7,6 +7,7 @@ from dataclasses import replace
 import planted_leaks
 import pytest
 from memory import CASES, PHASES, phases, planned
+from tiny import rare, rare_unless
 
 from async_rlhf.studies.plan.command import run_plan
 from async_rlhf.studies.plan.config import ModelSizeConfig, PlanConfig, WorkloadConfig
@@ -31,12 +32,12 @@ def require_agreement(case, found) -> None:
     assert all(abs(share) <= CLOSE for share in off.values()), off
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", rare_unless(lambda i: i in (0, 3, 5, 6), [(name,) for name in GRID]))
 def test_the_planner_agrees_with_what_the_learner_holds(of_all_layers, name):
     require_agreement(CASES[name], phases(of_all_layers(CASES[name])))
 
 
-@pytest.mark.parametrize("name", GRID[1:3])
+@pytest.mark.parametrize("name", [GRID[1], rare(GRID[2])])
 def test_few_layers_tell_of_more_to_the_byte(measured, of_all_layers, name):
     case = CASES[name].of_depth(6)
     whole, line = measured(case), of_all_layers(case)

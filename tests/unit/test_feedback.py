@@ -163,7 +163,7 @@ def say_anything(folder: Path, question: Question, said: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("staleness", "max_lag"), rare_unless(lambda i: i in (0, 6, 9, 11), itertools.product([0, 1, 2], [2, 3, 5, None]))
+    ("staleness", "max_lag"), rare_unless(lambda i: i in (1, 6, 11), itertools.product([0, 1, 2], [2, 3, 5, None]))
 )
 def test_every_batch_is_trained_on_once_never_too_old_and_the_oldest_labelled_one_first(tmp_path, staleness, max_lag):
     """Random people: at each look some batches get their labels."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_pairwise import Server, more_o, serving
-from tiny import byte_tokenizer, new_reward_model
+from tiny import byte_tokenizer, new_reward_model, rare
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import OnlineDPOTrainer
@@ -144,7 +144,7 @@ def test_options_that_cannot_be(tmp_path):
         reward_server(url="http://host", template="x")
 
 
-@pytest.mark.parametrize("how", ["score", "pairs"])
+@pytest.mark.parametrize("how", [rare("score"), "pairs"])
 def test_a_run_with_a_judge_is_repeated_without_it(
     make_policy, tokenizer, prompts, make_args, tmp_path, how, monkeypatch
 ):

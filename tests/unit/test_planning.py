@@ -950,7 +950,12 @@ PROPOSED = {
 """What is proposed for a recipe, and what is not: several devices and one queue only where they are needed."""
 
 
-@pytest.mark.parametrize("path", sorted((RECIPES / "plan").glob("*.yml")), ids=lambda path: path.stem)
+PLANS = sorted((RECIPES / "plan").glob("*.yml"))
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=[pytest.mark.rare] * (path.stem not in PROPOSED)) for path in PLANS]
+)
 def test_the_recipes_are_plans(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(RECIPES.parent)
     config, _ = parse(PlanConfig, "plan", ["--config", str(path)])

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from browser import browser
-from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare
 
 from async_rlhf.cli import _spelt_out
 from async_rlhf.commands import rerun
@@ -298,7 +298,7 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
     assert "2 lines are not JSON objects" in page([found])
 
 
-@pytest.mark.parametrize("depth", [100, 900, 100_000])
+@pytest.mark.parametrize("depth", [100, rare(900), 100_000])
 def test_values_that_are_nested_without_end_are_damage_like_other(copied, tmp_path, depth):
     """In every file of a run that the page reads."""
     run, deep = copied["async"], "[" * depth + "]" * depth

@@ -8,6 +8,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from tiny import rare
 
 from async_rlhf.generation import sampling_test as module
 from async_rlhf.generation.sampling_test import BINS, FALSE_ALARMS, LIMIT, WINDOW, SamplingTest, Where
@@ -205,9 +206,10 @@ def test_the_end_of_the_last_bin_belongs_to_it():
     assert evidence.state()["all"] == [[1] + [0] * (BINS - 2) + [2]]
 
 
-def test_right_samplers_are_left_alone():
+@pytest.mark.parametrize("runs", [100, rare(400)])
+def test_right_samplers_are_left_alone(runs):
     """By Ville's inequality the evidence of a run ever passes x in 10^-x of runs at most."""
-    rng, runs, batches = random.Random(1), 400, 3 * WINDOW
+    rng, batches = random.Random(1), 3 * WINDOW
     vocabulary, probability = range(4), 1 / 4
     most = []
     for _ in range(runs):

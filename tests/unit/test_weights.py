@@ -11,6 +11,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
 from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import checksum, differing, digests, named_weights
+from async_rlhf.system.subprocesses import context_of, start_process
 
 
 def change(model: nn.Module, by: float) -> None:
@@ -79,10 +80,10 @@ def test_another_process_sees_what_is_published(make_policy, kind):
     """A DeviceRing on the CPU goes the same way as on a GPU, but for the handle."""
     policy = make_policy()
     ring = kind.for_model(policy, torch.float32, 2)
-    context = torch.multiprocessing.get_context("spawn")
+    context = context_of()
     ours, theirs = context.Pipe()
     process = context.Process(target=echo, args=(theirs, ring), daemon=True)
-    process.start()
+    start_process(process, "a reader")
     try:
         for version in range(4):
             ring.publish(policy, version)

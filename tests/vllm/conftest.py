@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from forked import PRELOADED
 from serving import SESSIONS, Server
 from tiny import PROMPTS, count_letters, tiny_config
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import VLLMConfig
+from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.models.weights import named_weights
@@ -37,6 +41,7 @@ LONG = {"staleness": 1, "total_episodes": 8 * BATCHES, "learning_rate": 5e-4, "l
 SHORT = {**LONG, "total_episodes": 8 * SHORT_BATCHES}
 STARTED: list[object] = []
 """Engines in this process. They stay: one that goes would take what all of them share along."""
+ENVIRONMENT = vllm_engine.environment
 PARAMS = SamplingParams(2, 0.7, 12, STOPS, 0, batch_size=64)
 
 
@@ -161,7 +166,32 @@ def nothing_stays_behind():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def server_started_early(request, nothing_stays_behind):
+def forked():
+    """Without a GPU, generator processes and servers are forks of this process's fork server, which has imported vLLM.
+
+    An interpreter takes ten seconds to do so.
+    """
+    if torch.cuda.is_available():
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_engine.cpu_environment().items():
+            patch.setenv(name, value)
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, "preloaded"])
+        forkserver.ensure_running()
+    Server.forks = True
+    vllm_engine.environment = lambda _: None  # any process will do
+
+
+@pytest.fixture
+def fresh_interpreters(monkeypatch):
+    """Not for this test, though: all as its user has it."""
+    monkeypatch.setattr(Server, "forks", False)
+    monkeypatch.setattr(vllm_engine, "environment", ENVIRONMENT)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_started_early(request, forked, nothing_stays_behind):
     """It is up, after half a minute, by the time that the first test needs it."""
     if any(
         "server" in {*item.fixturenames, *item.keywords} or "[server]" in item.name for item in request.session.items
@@ -170,12 +200,14 @@ def server_started_early(request, nothing_stays_behind):
 
 
 def left_behind() -> dict[int, str]:
-    """What is left of generators and servers that these tests have started."""
-    ours = worker_pids() | descendants(os.getpid())
+    """What is left of generators and servers that these tests have started; their fork server stays."""
+    ours = descendants(os.getpid())
     return {
         pid: words
-        for pid, (_, session, words) in processes().items()
-        if session in SESSIONS or pid in worker_pids() or (pid in ours and ("VLLM" in words or "api_server" in words))
+        for pid, (parent, session, words) in processes().items()
+        if session in SESSIONS
+        or pid in worker_pids()
+        or (pid in ours and ("VLLM" in words or ("api_server" in words and parent != os.getpid())))
     }
 
 
@@ -204,12 +236,13 @@ def descendants(pid: int) -> set[int]:
 
 
 def worker_pids() -> set[int]:
-    """Generator processes of this one: started as interpreters of their own, or by its fork server."""
+    """Generator processes of this one: started as interpreters of their own, or by its fork server, as servers are."""
     living, own = processes(), descendants(os.getpid())
     return {
         pid
         for pid in own & living.keys()
-        if "spawn_main" in living[pid][2] or "forkserver" in living.get(living[pid][0], (0, 0, ""))[2]
+        if living[pid][1] not in SESSIONS
+        and ("spawn_main" in living[pid][2] or "forkserver" in living.get(living[pid][0], (0, 0, ""))[2])
     }
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from types import MappingProxyType
 
 import httpx
+from forked import fork_the_fork_server, start_forked
+
+from async_rlhf import cli
 
 SECONDS = 240.0
 """Within which a server is up. Two slow cores, busy with something else, take one."""
@@ -40,6 +46,9 @@ class Server:
         key: that callers must have; by default one of its own.
     """
 
+    forks = False
+    """Whether it is a fork of this process's fork server, which has imported vLLM, and no interpreter of its own."""
+
     def __init__(
         self,
         model: Path,
@@ -61,14 +70,17 @@ class Server:
         # An engine in this process sets variables of vLLM's, which are not for a server.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         environment |= {"ASYNC_RLHF_API_KEY": self.key, **self.environment}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_rlhf.cli", "serve", *words],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        if self.forks:
+            self.process = start_forked(be_server, words, environment, log=self.log)
+        else:
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "async_rlhf.cli", "serve", *words],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
         SESSIONS.add(self.process.pid)
 
     def wait(self, seconds: float = SECONDS) -> None:
@@ -98,3 +110,29 @@ class Server:
         """With the server's key, unless another is given, or None."""
         headers = {} if key is None else {"Authorization": f"Bearer {key or self.key}"}
         return httpx.request(method, f"{self.url}{path}", timeout=60.0, trust_env=False, headers=headers, **options)
+
+
+def be_server(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """In the fork: the command, which puts vLLM's server in its own place."""
+    sys.argv, os.execve = ["async-rlhf", "serve", *words], be_its_server
+    set_environment(environment)
+    sys.exit(cli.main())
+
+
+def be_its_server(_: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """As an interpreter that runs the module; the process of the engine is a fork of this one, too."""
+    set_environment(environment)
+    fork_the_fork_server()
+    forkserver.ensure_running()
+    get_context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
+    _, option, name, *rest = words
+    assert option == "-m"
+    sys.argv = [name, *rest]
+    runpy.run_module(name, run_name="__main__")
+    sys.exit()
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)

@@ -65,7 +65,9 @@ def test_two_workers_sample_what_one_does(undisturbed, make_args, tokenizer):
     assert same_metrics(two, undisturbed[:SHORT_BATCHES])
 
 
-def test_a_killed_worker_is_restarted_and_samples_the_same_again(undisturbed, make_args, tokenizer, caplog):
+def test_a_killed_worker_is_restarted_and_samples_the_same_again(
+    undisturbed, make_args, tokenizer, caplog, fresh_interpreters
+):
     killer = KillWorker(after=3)
     killed = run(make_args(**SHORT), tokenizer, PROMPTS, callbacks=[killer])
     assert len(killer.killed) == 1
