@@ -9,26 +9,37 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from async_rlhf.generation import decode_cache
 from async_rlhf.generation.audit import probe_logprobs
-from async_rlhf.generation.decode_cache import Past, go_on_from, join, only_grows
-from async_rlhf.generation.decoding import Decoding
+from async_rlhf.generation.decode_cache import Past
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
+from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.models.routing import recorded_routes
+from async_rlhf.models.truncation import truncated
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
-from async_rlhf.types import Prompt, Sample, Turn
+from async_rlhf.types import Answer, FinishReason, Prompt, Sample, Turn
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Prompt tokens in one forward pass, padding included: few enough for the activations to fit a CPU's caches, enough to
 keep a GPU busy. Small groups of prompts of similar length also need less padding."""
+_SPARE = 8
+"""Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
+
+_OF_ROWS = ("places_B", "steps_B", "lengths_B", "tokens_B")
+
+Complete = tuple[int, tuple[Sample, ...]]
+"""A prompt's number, and its completions."""
 
 
 def make(spec: ModelSpec, params: SamplingParams) -> TransformersEngine:
@@ -38,11 +49,6 @@ def make(spec: ModelSpec, params: SamplingParams) -> TransformersEngine:
     with torch.device(spec.device):
         model = spec.model_class._from_config(spec.config, dtype=spec.dtype)
     return TransformersEngine(model.eval(), params, version=-1, autocast=spec.autocast)
-
-
-def _next(chunks: Iterator[Sequence[Prompt]], places: int) -> Sequence[Prompt]:
-    """The next chunk, which fits its places; nothing after the last."""
-    return next(chunks, ())
 
 
 class TransformersEngine:
@@ -74,7 +80,7 @@ class TransformersEngine:
         self.occupancy = Occupancy()
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
-        self.adds_rows = only_grows(DynamicCache(config=model.config))
+        self.adds_rows = decode_cache.only_grows(DynamicCache(config=model.config))
         """Whether rows can be added to a cache."""
         self.routes: list[Tensor] = []
         """Where the tokens that were computed last were sent, if ``params`` ask for it: of each row (T, L, E), padding
@@ -130,13 +136,13 @@ class TransformersEngine:
         # What goes on from a past does not compute it again, and so would not know its routes.
         keeps = self.keeps_pasts and len(order) <= per_chunk and self.params.routes is None
         keeps = keeps and all(isinstance(each, Turn) for each in prompts)
-        completions: dict[int, tuple[Sample, ...]] = {}
+        completions, waiting = dict[int, tuple[Sample, ...]](), list[Sequence[Prompt]]()
         with self._evaluating():
             for start in range(0, len(order), per_chunk):
                 chunk = order[start : start + per_chunk]
-                once = iter([[prompts[i] for i in chunk]])
+                waiting.append([prompts[i] for i in chunk])
                 decoding = Decoding(self, len(chunk) * samples, keeps_pasts=keeps)
-                for number, found in decoding.run(partial(_next, once)):
+                for number, found in decoding.run(lambda places: waiting.pop() if waiting else ()):
                     completions[chunk[number]] = found
                 if progress is not None:
                     progress(len(completions))
@@ -193,14 +199,14 @@ class TransformersEngine:
             part = slice(first, first + at_once)
             columns, fed = max(lengths[part]), max(new[part])
             caches.append(DynamicCache(config=self.model.config))
-            go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])
+            decode_cache.go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])
             inputs = tokens_PT[part, -fed:], mask_PT[part, -columns:], positions_PT[part, -fed:]
             logits.append(self._forward(*inputs, caches[-1], **self._prefill_options))
             routes += [row_TLE[-n:] for row_TLE, n in zip(self.routes, lengths[part], strict=False)]
         self.routes = routes
         for past in known:
             past.layers = []
-        return torch.cat(logits).repeat_interleave(samples, dim=0), join(caches, len(rows), samples)
+        return torch.cat(logits).repeat_interleave(samples, dim=0), decode_cache.join(caches, len(rows), samples)
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
         """Logits (B, V) after one more token of each row.
@@ -227,3 +233,255 @@ class TransformersEngine:
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         self.routes = [row_TLE for routes_NLE in found for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
         return output.logits[:, -1]
+
+
+@dataclass
+class _Asked:
+    """A prompt, and those of its completions that have ended."""
+
+    number: int
+    prompt: Prompt
+    ended: dict[int, Sample] = field(default_factory=dict)
+
+
+@dataclass
+class _Rows:
+    """Rows of one cache, in its order. Tensors are (B,), on the device."""
+
+    places: list[int]
+    places_B: Tensor
+    steps_B: Tensor
+    """Tokens drawn so far."""
+    lengths_B: Tensor
+    """Tokens in the cache."""
+    tokens_B: Tensor
+    """Drawn last; not yet in the cache."""
+    columns: int
+    """Of the cache: tokens of its longest row, and padding on the left of the others."""
+    cache: DynamicCache
+    version: int | None
+    """Of the weights that computed the cache; None if they were several."""
+
+    def keep(self, stays: Sequence[bool], device: torch.device) -> None:
+        """Drop the other rows."""
+        kept = decode_cache.keep_rows(self.cache, stays, device)
+        self.places = [self.places[row] for row in kept.tolist()]
+        kept_B = kept.to(device, non_blocking=True)
+        for name in _OF_ROWS:
+            setattr(self, name, getattr(self, name)[kept_B])
+
+    def add(self, other: _Rows) -> None:
+        """Append rows. Only for caches that only grow."""
+        decode_cache.add_rows(self.cache, other.cache)
+        self.columns = max(self.columns, other.columns)
+        self.version = self.version if self.version == other.version else None
+        self.places += other.places
+        for name in _OF_ROWS:
+            setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
+
+
+def _repeats(rows: Sequence[tuple[int, ...]]) -> int:
+    """n, if the rows are some different ones n times each, such as the first turns of a prompt's episodes; else 1."""
+    lengths = {len(list(group)) for _, group in groupby(rows)}
+    return lengths.pop() if len(lengths) == 1 else 1
+
+
+class Decoding:
+    """Decodes prompts in a fixed number of places.
+
+    Args:
+        engine: computes; its weights may change between two steps.
+        places: most completions under way; at least K.
+        refilled: whether further prompts take the places of completions that have ended, as long as others are under
+            way; else only when all have ended. Only for caches to which rows can be added.
+        keeps_pasts: whether answers to turns come with what the cache has of them; only for such caches, too.
+    """
+
+    def __init__(
+        self, engine: TransformersEngine, places: int, refilled: bool = False, keeps_pasts: bool = False
+    ) -> None:
+        self.engine, self.params, self.refilled = engine, engine.params, refilled
+        most, device = self.params.response_length, engine.device
+        self._free = list(range(places))
+        self._taken = 0
+        self._of: dict[int, tuple[_Asked, int]] = {}
+        """By place: the prompt, and the completion's number."""
+        self._uniforms_RT = torch.zeros(places, most, dtype=torch.float64, device=device)
+        self._tokens_RT = torch.zeros(places, most, dtype=torch.long, device=device)
+        self._logprobs_RT = torch.zeros(places, most, device=device)
+        self._versions_RT = np.zeros((places, most), np.int32)
+        self._steps_R = np.zeros(places, np.int64)
+        self._limits_R = np.full(places, most)
+        self._stops = torch.tensor(self.params.stop_token_ids, device=device)
+        sizes = () if self.params.routes is None else (most, self.params.routes.layers, self.params.routes.per_token)
+        self._routes_RTLE = torch.zeros(places, *sizes, dtype=torch.int16, device=device)
+        """Of drawn tokens that have been read; those of prompts are in the next."""
+        self._prompt_routes: dict[int, Tensor] = {}
+        """By place."""
+        self._ended: list[tuple[int, bool]] = []
+        """Places of completions that have ended, and whether by a stop token."""
+        self._rows: _Rows | None = None
+        self._keeps_pasts, self._pasts = keeps_pasts, dict[int, Past]()
+        """By place."""
+
+    def run(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[Complete]:
+        """Decode until there is nothing left.
+
+        Args:
+            more: given for how many prompts there are places, returns at most as many; none if there are none now. It
+                may load other weights.
+
+        Yields:
+            The number of each prompt, in the order in which they were taken, and its K completions, as soon as all of
+            them have ended.
+        """
+        while True:
+            yield from self._admit(more)
+            if self._rows is None:
+                return
+            logits_BV = self._next_logits(self._rows)
+            self.engine.occupancy.taken += len(self._rows.places)
+            self.engine.occupancy.places += len(self._steps_R)
+            self._draw(self._rows, logits_BV)
+            if not self._rows.places:
+                self._rows = None
+            if self.refilled or self._rows is None:
+                yield from self._deliver()
+
+    def _admit(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[Complete]:
+        """Begin prompts for which there are places, and draw their first tokens."""
+        while self._rows is None or self.refilled:
+            room = len(self._free) // self.params.samples_per_prompt
+            prompts = more(room) if room else ()
+            if not prompts:
+                return
+            begun = self._begin(prompts)
+            if begun.places and self._rows is None:
+                self._rows = begun
+            elif begun.places:
+                assert self._rows is not None
+                self._rows.add(begun)
+            if self.refilled or self._rows is None:
+                yield from self._deliver()
+
+    def _begin(self, prompts: Sequence[Prompt]) -> _Rows:
+        samples, device = self.params.samples_per_prompt, self.engine.device
+        count = len(prompts) * samples
+        places, self._free = self._free[:count], self._free[count:]
+        for first, prompt in zip(range(0, count, samples), prompts, strict=True):
+            asked = _Asked(self._taken, prompt)
+            self._taken += 1
+            self._of |= {place: (asked, number) for number, place in enumerate(places[first : first + samples])}
+        uniforms = row_uniforms(self.params.seed, prompts, samples, self.params.response_length)
+        places_B = torch.tensor(places).to(device)
+        self._uniforms_RT[places_B] = torch.from_numpy(uniforms).reshape(count, -1).to(device)
+        self._steps_R[places] = 0
+        limits = [prompt.limit if isinstance(prompt, Turn) else self.params.response_length for prompt in prompts]
+        self._limits_R[places] = np.repeat(limits, samples)
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        lengths_B = torch.tensor(lengths).repeat_interleave(samples).to(device)
+        rows = [prompt.tokens for prompt in prompts]
+        alike = _repeats(rows) if isinstance(prompts[0], Turn) else 1
+        pasts = [prompt.past for prompt in prompts if isinstance(prompt, Turn)]
+        logits_BV, cache = self.engine.prefill(rows[::alike], samples * alike, pasts[::alike])
+        if self.params.routes is not None:
+            repeated = [routes_TLE for routes_TLE in self.engine.routes for _ in range(samples * alike)]
+            self._prompt_routes |= dict(zip(places, repeated, strict=True))
+        none_B = torch.zeros_like(places_B)
+        begun = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.engine.version)
+        self._draw(begun, logits_BV)
+        return begun
+
+    def _draw(self, rows: _Rows, logits_BV: Tensor) -> None:
+        """Draw a token for each row, and drop the rows that have ended."""
+        params, at = self.params, (rows.places_B, rows.steps_B)
+        logits_BV = truncated(logits_BV, params.distribution)
+        tokens_B, logprobs_B = draw_tokens(logits_BV, self._uniforms_RT[at], params.temperature)
+        self._tokens_RT[at], self._logprobs_RT[at] = tokens_B, logprobs_B
+        self._versions_RT[rows.places, self._steps_R[rows.places]] = self.engine.version
+        self._steps_R[rows.places] += 1
+        rows.tokens_B, rows.steps_B = tokens_B, rows.steps_B + 1
+        stopped = torch.isin(tokens_B, self._stops).tolist()  # all that the host waits for
+        full = (self._steps_R[rows.places] == self._limits_R[rows.places]).tolist()
+        ended = [stop or last for stop, last in zip(stopped, full, strict=True)]
+        if any(ended):
+            for row in np.flatnonzero(ended).tolist() if self._keeps_pasts else ():
+                place = rows.places[row]
+                self._pasts[place] = decode_cache.past_of(rows.cache, row, self._length(place) - 1, rows.version)
+            self._ended += [(rows.places[row], stopped[row]) for row, now in enumerate(ended) if now]
+            rows.keep([not now for now in ended], self.engine.device)
+
+    def _next_logits(self, rows: _Rows) -> Tensor:
+        """Logits (B, V) after the tokens that were drawn last, by the newest weights that :attr:`refresh` finds."""
+        engine = self.engine
+        if engine.refresh is not None:
+            engine.refresh()
+        rows.lengths_B = rows.lengths_B + 1
+        if engine.version != rows.version:
+            so_far = self._so_far(rows)
+            rows.columns, rows.version = max(map(len, so_far)), engine.version
+            logits_BV, rows.cache = engine.prefill(so_far, 1)
+            return logits_BV
+        if self.refilled:
+            longest = max(self._length(place) for place in rows.places) - 1  # the last one is not in the cache
+            if rows.columns - longest >= _SPARE:
+                decode_cache.forget_left(rows.cache, longest)
+                rows.columns = longest
+        rows.columns += 1
+        logits_BV = engine.step(rows.tokens_B, rows.lengths_B, rows.columns, rows.cache)
+        if self.params.routes is not None:
+            self._routes_RTLE[rows.places_B, rows.steps_B - 1] = torch.cat(engine.routes).short()
+        return logits_BV
+
+    def _so_far(self, rows: _Rows) -> list[tuple[int, ...]]:
+        """Prompt and drawn tokens of each row."""
+        drawn = self._tokens_RT[rows.places_B].tolist()
+        return [
+            (*self._of[place][0].prompt.tokens, *tokens[: self._steps_R[place]])
+            for place, tokens in zip(rows.places, drawn, strict=True)
+        ]
+
+    def _length(self, place: int) -> int:
+        """Tokens of prompt and completion so far."""
+        return len(self._of[place][0].prompt.tokens) + int(self._steps_R[place])
+
+    def _deliver(self) -> Iterator[Complete]:
+        """Free the places of completions that have ended; yield the prompts that have all of theirs."""
+        if not self._ended:
+            return
+        places = [place for place, _ in self._ended]
+        places_B = torch.tensor(places).to(self.engine.device)
+        longest = int(self._steps_R[places].max())
+        tokens_RT = self._tokens_RT[places_B, :longest].cpu().numpy()
+        logprobs_RT = self._logprobs_RT[places_B, :longest].cpu().numpy()
+        complete = []
+        for (place, stopped), tokens, logprobs in zip(self._ended, tokens_RT, logprobs_RT, strict=True):
+            asked, number = self._of.pop(place)
+            asked.ended[number] = self._sample(asked.prompt, place, tokens, logprobs, stopped)
+            if len(asked.ended) == self.params.samples_per_prompt:
+                complete.append((asked.number, tuple(asked.ended[i] for i in range(len(asked.ended)))))
+        self._free += places
+        self._ended = []
+        yield from complete
+
+    def _sample(self, prompt: Prompt, place: int, tokens: np.ndarray, logprobs: np.ndarray, stopped: bool) -> Sample:
+        end = self._steps_R[place]
+        finite = np.isfinite(logprobs[:end])
+        versions = self._versions_RT[place, :end].copy()
+        if not finite.all():
+            version = versions[finite.argmin()]
+            raise FloatingPointError(f"the logits of weights version {version} are not finite")
+        finish: FinishReason = "stop" if stopped else "length"
+        routes_TLE = self._routes(place, len(prompt.tokens) + int(end))
+        drawn = prompt.tokens, tokens[:end], logprobs[:end], versions, finish, routes_TLE
+        if place in self._pasts:
+            return replace(Answer.answer(*drawn), past=self._pasts.pop(place))
+        return Sample.answer(*drawn)
+
+    def _routes(self, place: int, length: int) -> np.ndarray | None:
+        """(T, L, E), of a prompt and its completion that has ended; see :attr:`Sample.routes_TLE`."""
+        shape, read = self.params.routes, int(self._steps_R[place]) - 1  # the last one has only been drawn
+        if shape is None:
+            return None
+        routes_TLE = torch.cat([self._prompt_routes.pop(place), self._routes_RTLE[place, :read]])
+        return shape.whole(routes_TLE.cpu().numpy().astype(shape.dtype), length)

@@ -27,7 +27,7 @@ from tiny import Drawn, all_drawn, answered, tiny_config
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import GenerationConfig
-from async_rlhf.generation import decoding as engine_module
+from async_rlhf.generation import transformers_engine as engine_module
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.engines import ModelSpec

@@ -72,7 +72,7 @@ def require_decoding(few: tuple[Mapping[str, int], list[int]], many: tuple[Mappi
     assert steps > 8
     waits = {place: many[0][place] - few[0].get(place, 0) for place in many[0]}
     ours = {place: count for place, count in waits.items() if ASKED_BY_TRANSFORMERS not in place and count != 0}
-    assert ours == {"async_rlhf/generation/decoding.py _draw": steps}
+    assert ours == {"async_rlhf/generation/transformers_engine.py _draw": steps}
     assert sum(waits.values()) <= 2 * steps
 
 

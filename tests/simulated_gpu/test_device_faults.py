@@ -43,10 +43,10 @@ REFUSED = {
         "tokens_PT.to(device), mask_PT",
     ),
     "random numbers left on the host": refused(
-        "generation.decoding:Decoding._begin", ".reshape(count, -1).to(device)", ".reshape(count, -1)"
+        "generation.transformers_engine:Decoding._begin", ".reshape(count, -1).to(device)", ".reshape(count, -1)"
     ),
     "stop tokens left on the host": refused(
-        "generation.decoding:Decoding.__init__",
+        "generation.transformers_engine:Decoding.__init__",
         "torch.tensor(self.params.stop_token_ids, device=device)",
         "torch.tensor(self.params.stop_token_ids)",
     ),
@@ -66,7 +66,7 @@ REFUSED = {
         {"algorithm": "ppo", "shared_trunk": True},
     ),
     "numpy of a tensor of the device": refused(
-        "generation.decoding:Decoding._deliver",
+        "generation.transformers_engine:Decoding._deliver",
         "self._tokens_RT[places_B, :longest].cpu().numpy()",
         "self._tokens_RT[places_B, :longest].numpy()",
         said=r"can't convert cuda:0 device type tensor to numpy",
@@ -168,7 +168,7 @@ TOO_DEAR = {
     ),
     "live rows found by a mask": too_dear(
         decode_twice,
-        "generation.decoding:Decoding._draw",
+        "generation.transformers_engine:Decoding._draw",
         "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B, logprobs_B",
         "self._tokens_RT[at], self._logprobs_RT[at] = tokens_B[tokens_B >= 0], logprobs_B",
     ),

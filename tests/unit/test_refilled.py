@@ -21,7 +21,7 @@ from test_engine import (
 )
 from tiny import all_drawn
 
-from async_rlhf.generation import decoding
+from async_rlhf.generation import transformers_engine
 from async_rlhf.generation.decode_cache import RoomyLayer
 from async_rlhf.generation.protocol import Occupancy
 from async_rlhf.generation.sampling import row_uniforms
@@ -91,8 +91,8 @@ def test_the_cache_does_not_grow_with_what_has_been_decoded(make_policy, monkeyp
     prompts, sampling = ragged_prompts(200), params(batch_size=6)
     streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
     longest = 13 + sampling.response_length
-    assert max(columns) < longest + decoding._SPARE
-    monkeypatch.setattr(decoding, "_SPARE", 10**9)
+    assert max(columns) < longest + transformers_engine._SPARE
+    monkeypatch.setattr(transformers_engine, "_SPARE", 10**9)
     columns.clear()
     streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
     assert max(columns) > 5 * longest, "so it would, if nothing were dropped"
