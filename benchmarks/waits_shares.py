@@ -48,11 +48,9 @@ class FixedShares:
     """Gives each worker the part of its own number, and no other: a dispatcher where none dies or leaves."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.lock, self.times = threading.RLock(), Utilisation()
+        self.lock, self.times = threading.RLock(), Utilisation(list(workers))
         self.waiting: dict[int, deque[Request]] = {worker.number: deque() for worker in workers}
         self.workers, self.open, self.idle = workers, Counter[int](), dict[int, float]()
-        for worker in workers:
-            self.times.came(worker.number, time.monotonic())
 
     def is_there(self, worker: Worker) -> bool:
         return True
@@ -69,8 +67,8 @@ class FixedShares:
 
     def answered(self, worker: Worker, batch: int, unit: int) -> Request:
         with self.lock:
+            self.times.until(time.monotonic())
             request = worker.answered(0)
-            self.times.ended(worker.number, time.monotonic())
             self.open[batch] -= 1
             if not self.open[batch]:
                 self.idle[batch] = self.times.idle_share(batch, time.monotonic())
@@ -86,7 +84,7 @@ class FixedShares:
         for worker in self.workers:
             if self.waiting[worker.number] and not worker.open:
                 request = self.waiting[worker.number].popleft()
-                self.times.began(worker.number, request.batch, time.monotonic())
+                self.times.began(request.batch, time.monotonic())
                 worker.submit(request)
 
 

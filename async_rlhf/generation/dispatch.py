@@ -42,9 +42,9 @@ class Worker:
         self.since = 0.0
         """When its silence may have begun."""
 
-    def arrive(self, answer: Answer) -> None:
-        """Hand over what came from it."""
-        self._arrived.put(Arrived(self, self.starts, answer))
+    def arrive(self, answer: Answer, start: int | None = None) -> None:
+        """Hand over what came from it, or from an earlier start."""
+        self._arrived.put(Arrived(self, self.starts if start is None else start, answer))
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
@@ -116,7 +116,7 @@ class Dispatcher:
         self._there: list[Worker] = []
         self._at_once = at_once
         self._unanswered: dict[int, int] = {}
-        self._times, self._clock = Utilisation(), clock
+        self._times, self._clock = Utilisation(self._there), clock
         self._idle: dict[int, float] = {}
         for worker in workers:
             self.join(worker)
@@ -133,9 +133,8 @@ class Dispatcher:
         """Count on a worker from now on; again, if it was lost."""
         with self._lock:
             if worker not in self._there:
-                self._there.append(worker)
-                self._there.sort(key=lambda each: each.number)
-                self._times.came(worker.number, self._clock())
+                self._times.until(self._clock())
+                insort(self._there, worker, key=lambda each: each.number)
                 self._hand_out()
 
     def is_there(self, worker: Worker) -> bool:
@@ -153,9 +152,9 @@ class Dispatcher:
         """
         with self._lock:
             place = next((i for i, each in enumerate(worker.open) if (each.batch, each.number) == (batch, number)), 0)
-            request, now = worker.answered(place), self._clock()
-            if not worker.open:
-                self._times.ended(worker.number, now)
+            now = self._clock()
+            self._times.until(now)
+            request = worker.answered(place)
             self._unanswered[request.batch] -= 1
             if not self._unanswered[request.batch]:
                 del self._unanswered[request.batch]
@@ -166,8 +165,8 @@ class Dispatcher:
     def lost(self, worker: Worker) -> list[Request]:
         """Give to others what a worker had; it gets nothing until it joins again. Returns what it had."""
         with self._lock:
-            back, worker.open = worker.open, []
             self.leave(worker)
+            back, worker.open = worker.open, []
             for request in back:
                 self._insert(request)
             self._hand_out()
@@ -177,8 +176,8 @@ class Dispatcher:
         """Give a worker nothing any more; it may still answer what it has."""
         with self._lock:
             if worker in self._there:
+                self._times.until(self._clock())
                 self._there.remove(worker)
-                self._times.left(worker.number, self._clock())
 
     def idle_share(self, batch: int) -> float:
         """Share of the workers' time without a request, from the first request of a batch that went out to the last
@@ -196,52 +195,42 @@ class Dispatcher:
             if len(worker.open) >= self._at_once:
                 return
             request = self._queue.pop(0)
-            self._times.began(worker.number, request.batch, self._clock())
+            self._times.began(request.batch, self._clock())
             worker.submit(request)
 
 
 class Utilisation:
-    """How much of the workers' time had work. All times are seconds of one clock, and grow."""
+    """How much of the workers' time had work. All times are seconds of one clock, and grow.
 
-    def __init__(self) -> None:
-        self._there, self._busy = set[int](), set[int]()
+    Args:
+        there: the workers that are there, and get requests. What they have is in their ``open``.
+    """
+
+    def __init__(self, there: list[Worker]) -> None:
+        self._there = there
         self._seconds = (0.0, 0.0)
         """Of all workers together until the last event: that they were there, and that they had work."""
         self._last = 0.0
         self._began: dict[int, tuple[float, float]] = {}
         """By batch: those seconds when its first request began."""
 
-    def _until(self, now: float) -> tuple[float, float]:
+    def until(self, now: float) -> tuple[float, float]:
+        """Count the time up to now. To be called before workers come, leave, begin or answer."""
         there, busy = self._seconds
         passed, self._last = now - self._last, now
-        self._seconds = there + passed * len(self._there), busy + passed * len(self._busy)
+        working = sum(bool(worker.open) for worker in self._there)
+        self._seconds = there + passed * len(self._there), busy + passed * working
         return self._seconds
 
-    def came(self, worker: int, now: float) -> None:
-        """A worker is there."""
-        self._until(now)
-        self._there.add(worker)
-
-    def left(self, worker: int, now: float) -> None:
-        """It is not there any more, or gets nothing any more."""
-        self.ended(worker, now)
-        self._there.discard(worker)
-
-    def began(self, worker: int, batch: int, now: float) -> None:
-        """It got a request of a batch."""
-        self._began.setdefault(batch, self._until(now))
-        self._busy.add(worker)
-
-    def ended(self, worker: int, now: float) -> None:
-        """It has answered all that it had, if it had something."""
-        self._until(now)
-        self._busy.discard(worker)
+    def began(self, batch: int, now: float) -> None:
+        """A worker is about to get a request of a batch."""
+        self._began.setdefault(batch, self.until(now))
 
     def idle_share(self, batch: int, now: float) -> float:
         """The share of the time that workers were there in which they had nothing, since the first request of the batch
         was begun. Work on other batches counts as work. The batch must have ended.
         """
-        there, busy = (end - start for end, start in zip(self._until(now), self._began.pop(batch), strict=True))
+        there, busy = (end - start for end, start in zip(self.until(now), self._began.pop(batch), strict=True))
         return 1 - busy / there if there else 0.0
 
 

@@ -21,10 +21,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.placement import worker_devices
-from async_rlhf.generation.protocol import Request, SamplingParams
+from async_rlhf.generation.protocol import Request
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
@@ -46,19 +46,19 @@ class ProcessGenerator(RemoteGenerator):
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""
         generation, adapters_only = config.generation, config.lora.publish == "adapter"
-        self._devices = partial(
+        self.devices_of = partial(
             worker_devices,
             generation.device,
             learner=self.parallel.device_of(policy),
             each=generation.vllm.tensor_parallel_size,
             apart=config.own_devices,
         )
-        devices = {taken for number in range(generation.workers) for taken in self._devices(number)}
+        devices = {taken for number in range(generation.workers) for taken in self.devices_of(number)}
         shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}
-        self._spec = ModelSpec.for_workers(config, policy, self.parallel, "cpu", generation.num_threads)
+        self.spec = ModelSpec.for_workers(config, policy, self.parallel, "cpu", generation.num_threads)
         kind = DeviceRing if shared else SnapshotRing
-        self.ring = kind.for_model(policy, self._spec.dtype, config.snapshots, adapters_only, self.parallel)
-        architecture = self._spec.model_class
+        self.ring = kind.for_model(policy, self.spec.dtype, config.snapshots, adapters_only, self.parallel)
+        architecture = self.spec.model_class
         if architecture.__module__ == "__main__":
             raise ConfigError(
                 f"model: {architecture.__name__} is defined in the script itself, where generator processes cannot "
@@ -66,15 +66,15 @@ class ProcessGenerator(RemoteGenerator):
             )
         self._base = tempfile.TemporaryDirectory() if adapters_only else None
         if self._base is not None:
-            write_base(policy, Path(self._base.name), self._spec.dtype)
-            self._spec = replace(self._spec, base=self._base.name, adapter=only_adapter(policy))
+            write_base(policy, Path(self._base.name), self.spec.dtype)
+            self.spec = replace(self.spec, base=self._base.name, adapter=only_adapter(policy))
             # vLLM gives no log-probabilities of prompts with an adapter.
             self.config = replace(generation, probe_steps=0)
         return self.ring, generation.workers
 
     def make(self, number: int) -> ProcessWorker:
         """See :meth:`RemoteGenerator.make`."""
-        return ProcessWorker(number, self._devices(number), self._spec, self.params, self.ring, self.arrived)
+        return ProcessWorker(number, self)
 
     def close(self) -> None:
         """End the processes."""
@@ -90,21 +90,15 @@ class ProcessWorker(Worker):
     Two threads serve its pipe, so that a process that is stopped in the middle of a message blocks nothing here.
 
     Args:
-        arrived: takes what comes from the process.
+        number: among the processes.
+        generator: whose worker it is.
     """
 
-    def __init__(
-        self,
-        number: int,
-        devices: tuple[str, ...],
-        spec: ModelSpec,
-        params: SamplingParams,
-        ring: SnapshotRing,
-        arrived: queue.SimpleQueue[Arrived | None],
-    ) -> None:
-        super().__init__(number, f"generator {number}", arrived)
-        spec = replace(spec, device=devices[0])
-        self._arguments = (spec, params, ring)
+    def __init__(self, number: int, generator: ProcessGenerator) -> None:
+        super().__init__(number, f"generator {number}", generator.arrived)
+        devices = generator.devices_of(number)
+        spec = replace(generator.spec, device=devices[0])
+        self._arguments = (spec, generator.params, generator.ring)
         environment = spec.environment(devices)
         # A fresh interpreter for an engine whose libraries take long to import anyway, or are to be preloaded.
         self._method = "forkserver" if environment is None else "spawn"
@@ -134,8 +128,8 @@ class ProcessWorker(Worker):
     def _read(self, pipe: Connection, start: int) -> None:
         with suppress(EOFError, OSError):
             while True:
-                self._arrived.put(Arrived(self, start, pipe.recv()))
-        self._arrived.put(Arrived(self, start, None))
+                self.arrive(pipe.recv(), start)
+        self.arrive(None, start)
 
     @property
     def has_begun(self) -> bool:

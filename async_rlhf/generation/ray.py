@@ -7,7 +7,6 @@ another node. Requests carry a reference to the weights that they name; each nod
 from __future__ import annotations
 
 import logging
-import queue
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,8 @@ from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import Parallel
-from async_rlhf.distributed.ray import Actor, NoRoomError, Place, Signs, generator_place, is_lost
-from async_rlhf.generation.dispatch import Arrived, Worker
+from async_rlhf.distributed.ray import Actor, NoRoomError, Signs, generator_place, is_lost
+from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
@@ -165,12 +164,16 @@ class RayGenerator(RemoteGenerator):
         spec = ModelSpec.for_workers(config, policy, self.parallel, place.device, threads)
         snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, self.parallel)
         snapshots.on_arrival = self._announce
-        self._of_each = (spec, self.params, snapshots, self.arrived, place, config.ray.room_timeout)
+        environment = spec.environment((spec.device,)) if spec.device == "cpu" else None
+        of_actors = (spec, self.params, snapshots.specs, snapshots.slots)
+        self.actor = (GeneratorActor, of_actors, place, config.ray.room_timeout, environment)
+        """What each of them is, and needs."""
+        self.store = snapshots
         return snapshots, config.generation.workers
 
     def make(self, number: int) -> ActorWorker:
         """See :meth:`RemoteGenerator.make`."""
-        return ActorWorker(number, *self._of_each)
+        return ActorWorker(number, self)
 
     def _announce(self, version: int) -> None:
         """Have every actor fetch a version."""
@@ -182,32 +185,18 @@ class ActorWorker(Actor, Worker):
     """One generator actor.
 
     Args:
-        arrived: takes what comes from the actor.
+        number: among the actors.
+        generator: whose worker it is.
     """
 
-    def __init__(
-        self,
-        number: int,
-        spec: ModelSpec,
-        params: SamplingParams,
-        snapshots: ObjectStoreSnapshots,
-        arrived: queue.SimpleQueue[Arrived | None],
-        place: Place,
-        room_timeout: float,
-    ) -> None:
-        Worker.__init__(self, number, f"generator {number}", arrived)
-        environment = spec.environment((spec.device,)) if spec.device == "cpu" else None
-        arguments = (spec, params, snapshots.specs, snapshots.slots)
-        Actor.__init__(self, self.label, GeneratorActor, arguments, place, room_timeout, environment)
-        self._snapshots = snapshots
+    def __init__(self, number: int, generator: RayGenerator) -> None:
+        Worker.__init__(self, number, f"generator {number}", generator.arrived)
+        Actor.__init__(self, self.label, *generator.actor)
+        self._snapshots = generator.store
         self.start()
 
     def announce(self, version: int) -> None:
-        self.call(self._announced, "announce", version, self._snapshots.reference(version))
-
-    def _announced(self, start: int, answer: Failure | RayError | None) -> None:
-        if answer is not None:
-            self._answer(start, answer)
+        self.call(self._answer, "announce", version, self._snapshots.reference(version))
 
     def submit(self, request: Request) -> None:
         self.open.append(request)
@@ -221,13 +210,13 @@ class ActorWorker(Actor, Worker):
     def close(self) -> None:
         self.kill()
 
-    def _answer(self, start: int, answer: Reply | Failure | RayError) -> None:
+    def _answer(self, start: int, answer: Reply | Failure | RayError | None) -> None:
         if isinstance(answer, Reply):
-            answer = _shifted(answer, time.monotonic() - time.time())
+            self.arrive(_shifted(answer, time.monotonic() - time.time()), start)
         elif isinstance(answer, RayError):
-            self._arrived.put(Arrived(self, start, None if is_lost(answer) else Failure(str(answer), "")))
-            return
-        self._arrived.put(Arrived(self, start, answer))
+            self.arrive(None if is_lost(answer) else Failure(str(answer), ""), start)
+        elif answer is not None:  # new weights arrive without a word
+            self.arrive(answer, start)
 
     def _heard(self, start: int, answer: tuple[float, bool] | RayError) -> None:
         """It is placed, and can take requests, once it has given a sign; lost before that, it has none to fail."""
@@ -237,7 +226,7 @@ class ActorWorker(Actor, Worker):
             if not placed:
                 self._answer(start, answer)
         elif not placed:
-            self._arrived.put(Arrived(self, start, Ready()))
+            self.arrive(Ready(), start)
 
 
 def _shifted(reply: Reply, seconds: float) -> Reply:
