@@ -75,7 +75,7 @@ from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.chat import JudgeError
 from async_rlhf.rewards.functions import RewardError
-from async_rlhf.rewards.pairwise import Pair, PairwiseJudge
+from async_rlhf.rewards.judge import Pair, PairwiseJudge
 from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.factory import make_generator

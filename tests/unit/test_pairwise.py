@@ -16,7 +16,7 @@ from async_rlhf.commands.evaluation.statistics import length_controlled_win_rate
 from async_rlhf.config import ConfigError, JudgeConfig
 from async_rlhf.rewards import chat
 from async_rlhf.rewards.chat import JudgeError
-from async_rlhf.rewards.pairwise import Pair, PairwiseJudge, verdict
+from async_rlhf.rewards.judge import Pair, PairwiseJudge, verdict
 
 
 def shown_in(text: str) -> list[str]:

@@ -26,7 +26,7 @@ from async_rlhf.generation.server_client import check_server
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.chat import JudgeError
-from async_rlhf.rewards.pairwise import Pair, PairwiseJudge
+from async_rlhf.rewards.judge import Pair, PairwiseJudge
 from async_rlhf.run.callbacks import training_arguments
 from async_rlhf.run.checkpoint import ResumeState, as_saved
 from async_rlhf.run.config import DataConfig, RunConfig
