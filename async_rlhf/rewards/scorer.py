@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from async_rlhf.config.base import require
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.budget import PassMemory, fitting_tokens
+from async_rlhf.models.budget import PassMemory, fitting_tokens, passes_alone
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
@@ -31,7 +31,6 @@ from async_rlhf.rewards.functions import (
     RewardFunction,
     call_reward_functions,
     function_name,
-    has_failed,
     raise_or_warn,
 )
 from async_rlhf.rewards.prefetch import EarlyResults
@@ -90,37 +89,32 @@ class Scorer:
         parallel: Parallel = ALONE,
         context: ContextGroup = WHOLE,
     ) -> None:
-        self.parallel = parallel
-        self._context = context
-        self.ranks = self.parallel.ranks
-        self.tokenizer = tokenizer
-        self.config = config
-        self.reward_model = reward_model
+        self.parallel, self.ranks, self._context = parallel, parallel.ranks, context
+        self.tokenizer, self.config, self.reward_model = tokenizer, config, reward_model
         self._device = None if reward_model is None else parallel.device_of(reward_model)
         self._model_at_hand = on_device(reward_model, config, parallel)
-        self.reward_funcs = _by_name(reward_funcs, _taken(reward_model is not None))
+        self.reward_funcs = _by_name(reward_funcs, reward_model is not None)
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
         right = f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}"
         require(len(weights) == len(names), "reward_weights", weights, right)
         self._weights = dict(zip(names, weights, strict=True))
-        here = config.launch == "local" or config.ray.reward_workers == 0  # else actors call them
-        limit = config.reward_timeout if here else None
-        apart = bool(reward_funcs) and not self.model_elsewhere
-        self._apart = apart and all(getattr(function, "by_prompt", False) for function in reward_funcs)
-        self._early = EarlyResults(
-            self._judge,
-            join=_Judged.join if self._apart else None,
-            ordered=bool(reward_funcs) and not self._apart,
-            waits=self._waits,
-            hangs=bool(reward_funcs),
-        )
+        by_prompt = all(getattr(function, "by_prompt", False) for function in reward_funcs)
+        join = _Judged.join if reward_funcs and by_prompt and not self.model_elsewhere else None
+        self._ordered = bool(reward_funcs) and join is None
+        self._early = EarlyResults(self._judge, join, self._ordered, self._waits, hangs=bool(reward_funcs))
         self._decided: int | None = None
         """The last batch after which it is known whether an evaluation was asked for; None without evaluations."""
         self._evaluated: set[int] = set()
         """Versions that held-out answers are asked of."""
-        self._callable = {**self.reward_funcs, **_stoppable(self.reward_funcs, limit)}
+        self._processes: dict[str, StoppableFunction] = {}
+        """Of the functions that a time limit can stop, unless actors call them."""
+        if config.reward_timeout is not None and (config.launch == "local" or config.ray.reward_workers == 0):
+            for name, function in self.reward_funcs.items():
+                if isinstance(source := source_of(function), Source):
+                    self._processes[name] = StoppableFunction(name, function, source, config.reward_timeout)
+        self._callable: dict[str, RewardFunction] = {**self.reward_funcs, **self._processes}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
         if config.feedback.ask is not None:
@@ -156,7 +150,7 @@ class Scorer:
             failed_R = rewards["model"].isnan()
         for name, values in judged.by_functions.items():
             rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
-            failed_R |= torch.tensor([has_failed(value) for value in values])
+            failed_R |= rewards[name].isnan() & torch.tensor([value is not None for value in values])
         if self.reward_funcs:
             metrics["time/reward_funcs"] = judged.seconds
         if batch.labels is not None:
@@ -173,8 +167,20 @@ class Scorer:
     def total(
         self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample], config: OnlineConfig
     ) -> Tensor:
-        """Scores (R,): the weighted sum of rewards, NaN where one has failed, with the configuration's penalties."""
-        scores_R = self._sum(rewards, failed_R, samples, config.length_penalty)
+        """Scores (R,): the weighted sum of rewards with the configuration's penalties, as float32; NaN where a part has
+        failed, where no part applies, or where the sum is too large.
+        """
+        sums_R = -config.length_penalty * torch.tensor(_lengths(samples), dtype=torch.float64)
+        sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
+        nobody_R = torch.tensor([sample.rewards is None for sample in samples])
+        for name, rewards_R in rewards.items():
+            sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
+            nobody_R &= rewards_R.isnan()
+        scores_R = sums_R.float().masked_fill(failed_R, torch.nan)
+        message = "every reward function returned None for completion {text!r}; at least one must return a number"
+        scores_R = self._finite(scores_R, nobody_R & ~failed_R, samples, message)
+        message = "the reward of completion {text!r} is {score}; must be a finite float32"
+        scores_R = self._finite(scores_R, ~scores_R.isfinite() & ~failed_R & ~nobody_R, samples, message)
         if config.non_eos_penalty:
             base_R = scores_R if config.non_eos_penalty == "add" else torch.zeros_like(scores_R)
             scores_R = torch.where(_ended(samples), scores_R, base_R + config.penalty_reward_value)
@@ -188,8 +194,7 @@ class Scorer:
         Held-out answers have minus their version as the batch. Functions that judge a whole batch see them, and the
         batch after them, in their turn: a function that draws random numbers is to draw the same ones in every run.
         """
-        ordered = bool(self.reward_funcs) and not self._apart
-        if not self.state() and (index > 0 or not ordered):
+        if not self.state() and (index > 0 or not self._ordered):
             self._early.begin(index, first, groups, self.config.batch_size)
 
     def expect(self, batch: int, evaluation: int | None) -> None:
@@ -217,7 +222,15 @@ class Scorer:
         if not self.reward_funcs:
             return _Judged(by_model_R, {}, 0.0)
         self._prepare()
-        by_functions = self._function_scores(groups)
+        prompts = [group.prompt for group in groups for _ in group.samples]
+        names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        if self.config.generation.max_turns is not None:
+            columns["messages"] = [list(sample.messages or ()) for sample in samples]
+            columns["metrics"] = [dict(sample.metrics) for sample in samples]
+        texts = [str(prompt.columns[self.prompt_field]) for prompt in prompts]
+        completions, each = decode_samples(self.tokenizer, samples), len(groups[0].samples)
+        by_functions = self._call_functions(texts, completions, columns, each)
         return _Judged(by_model_R, by_functions, time.monotonic() - started)
 
     @contextmanager
@@ -240,18 +253,15 @@ class Scorer:
             with self._early.running(trace, first):
                 yield
         finally:
-            for function in self._stoppable():
-                function.close()
-
-    def _stoppable(self) -> list[StoppableFunction]:
-        return [function for function in self._callable.values() if isinstance(function, StoppableFunction)]
+            for process in self._processes.values():
+                process.close()
 
     def _prepare(self) -> None:
         """Start all processes that are not running, at the same time."""
-        for function in self._stoppable():
-            function.start()
-        for function in self._stoppable():
-            function.wait()
+        for process in self._processes.values():
+            process.start()
+        for process in self._processes.values():
+            process.wait()
 
     def state(self) -> dict[str, Any]:
         """The states of reward functions with ``state_dict()`` and ``load_state_dict()``, for checkpoints, as JSON."""
@@ -325,39 +335,6 @@ class Scorer:
         timeout = self.config.reward_timeout
         return call_reward_functions(self._callable, prompts, completions, columns, timeout, self.skip)
 
-    def _function_scores(self, groups: Sequence[Group]) -> dict[str, list[float | None]]:
-        """Rewards by function: None where it does not apply, NaN where it failed."""
-        prompts = [group.prompt for group in groups for _ in group.samples]
-        samples = [sample for group in groups for sample in group.samples]
-        names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        if self.config.generation.max_turns is not None:
-            columns["messages"] = [list(sample.messages or ()) for sample in samples]
-            columns["metrics"] = [dict(sample.metrics) for sample in samples]
-        return self._call_functions(
-            prompts=[str(prompt.columns[self.prompt_field]) for prompt in prompts],
-            completions=decode_samples(self.tokenizer, samples),
-            columns=columns,
-            samples=len(groups[0].samples),
-        )
-
-    def _sum(
-        self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample], length_penalty: float
-    ) -> Tensor:
-        """The weighted sum: float32, NaN where a part failed, where no part applies, or where the sum is too large."""
-        lengths_R = torch.tensor(_lengths(samples), dtype=torch.float64)
-        sums_R = -length_penalty * lengths_R
-        sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
-        nobody_R = torch.tensor([sample.rewards is None for sample in samples])
-        for name, rewards_R in rewards.items():
-            sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
-            nobody_R &= rewards_R.isnan()
-        scores_R = sums_R.float().masked_fill(failed_R, torch.nan)
-        message = "every reward function returned None for completion {text!r}; at least one must return a number"
-        scores_R = self._finite(scores_R, nobody_R & ~failed_R, samples, message)
-        message = "the reward of completion {text!r} is {score}; must be a finite float32"
-        return self._finite(scores_R, ~scores_R.isfinite() & ~failed_R & ~nobody_R, samples, message)
-
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """Replace broken scores by NaN, or raise if they stop the run."""
         if not broken_R.any():
@@ -369,35 +346,40 @@ class Scorer:
         return scores_R.masked_fill(broken_R, torch.nan)
 
 
+class ApartScorer(Scorer):
+    """A :class:`Scorer` on rank 0 whose reward model computes on ``reward_model_device``, in the
+    thread that judges batches before their turn, with the passes of a learner on one rank.
+    """
+
+    model_elsewhere = True
+    scoring_ranks = 1
+
+    def score_batches(self, batches: list[list[Row]]) -> list[Tensor]:
+        """Scores of each batch of rows by the reward model."""
+        assert self.reward_model is not None
+        device, dtype = self.reward_model.device, autocast_dtype(self.config)
+        # Kernels of libraries run on the current device, and each thread has its own.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return [score_padded(self.reward_model, **padded(b), autocast=dtype, device=device) for b in batches]
+
+    @cached_property
+    def _passes(self) -> Passes:
+        assert self.reward_model is not None
+        return passes_alone("reward model", self.reward_model, self.config)
+
+
 def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:
     """Names of what scored answers of an evaluation are measured by."""
-    names = [*(["model"] if with_model else []), *_by_name(reward_funcs, _taken(with_model))]
+    names = [*(["model"] if with_model else []), *_by_name(reward_funcs, with_model)]
     return ["objective/scores", "objective/scores_std", *(f"reward/{name}" for name in names), *_ABOUT_LENGTH]
 
 
 _ABOUT_LENGTH = ("val/num_eos_tokens", "val/ended_share", "val/response_length")
 
 
-def _taken(with_model: bool) -> set[str]:
-    """Names that no function can have."""
-    return {"skipped", "feedback", *(["model"] if with_model else [])}
-
-
-def _stoppable(functions: Mapping[str, RewardFunction], limit: float | None) -> dict[str, RewardFunction]:
-    """The functions; with a limit, those that can run in separate processes are wrapped as StoppableFunction."""
-    if limit is None:
-        return {}
-    sources = {name: source_of(function) for name, function in functions.items()}
-    return {
-        name: StoppableFunction(name, functions[name], source, limit)
-        for name, source in sources.items()
-        if isinstance(source, Source)
-    }
-
-
-def _by_name(functions: Sequence[RewardFunction], taken: set[str]) -> dict[str, RewardFunction]:
-    """Functions of the same name become f, f_2, f_3."""
-    named: dict[str, RewardFunction] = {}
+def _by_name(functions: Sequence[RewardFunction], with_model: bool) -> dict[str, RewardFunction]:
+    """Functions of the same name become f, f_2, f_3, and so does one with the name of something else."""
+    named, taken = dict[str, RewardFunction](), {"skipped", "feedback", *(["model"] if with_model else [])}
     for function in functions:
         first = name = function_name(function)
         number = 2

@@ -27,8 +27,7 @@ from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.packing import choose, require_shared
 from async_rlhf.models.sharded_loading import is_on_meta
 from async_rlhf.rewards.functions import RewardFunction
-from async_rlhf.rewards.remote_reward_model import ApartScorer
-from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.rewards.scorer import ApartScorer, Scorer
 from async_rlhf.system.trace import Trace
 
 logger = logging.getLogger(__name__)

@@ -174,7 +174,7 @@ def test_what_is_called_elsewhere_is_bitwise_what_is_called_here(tokenizer):
         __import__("random").seed(0)
         __import__("numpy").random.seed(0)
         judge = scorer(tokenizer, *names, limit=limit)
-        assert len(judge._stoppable()) == (0 if limit is None else 4)
+        assert len(judge._processes) == (0 if limit is None else 4)
         with judge.started():
             found.append([judge(make_batch(tokenizer, "a", "bcd")) for _ in range(3)])
     for here, there in zip(*found, strict=True):
