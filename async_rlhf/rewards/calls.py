@@ -63,10 +63,13 @@ def call_together(
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]] = queue.SimpleQueue()
+
+    def deliver(number: int, call: Callable[[], Any]) -> None:
+        outcomes.put((number, outcome_of(call, deadline)))
+
     for number, call in enumerate(calls):
         # No ThreadPoolExecutor: the interpreter would wait for its threads before it ends.
-        arguments = (number, call, deadline, outcomes)
-        threading.Thread(target=_deliver, args=arguments, name=_THREADS, daemon=True).start()
+        threading.Thread(target=deliver, args=(number, call), name=_THREADS, daemon=True).start()
     pending = set(range(len(calls)))
     while pending:
         try:
@@ -80,15 +83,6 @@ def call_together(
             raise outcome
         pending.remove(number)
         yield number, outcome
-
-
-def _deliver(
-    number: int,
-    call: Callable[[], Any],
-    deadline: float | None,
-    outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]],
-) -> None:
-    outcomes.put((number, outcome_of(call, deadline)))
 
 
 def outcome_of(call: Callable[[], Any], deadline: float | None) -> list[Any] | BaseException:

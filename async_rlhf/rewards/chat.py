@@ -112,16 +112,14 @@ class ChatModel:
             failure: BaseException | None = None
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
-                    if future.cancelled():
-                        continue
-                    if (error := future.exception()) is not None:
-                        failure = failure or error  # replies to requests under way are still recorded
+                    if failure is None and (failure := future.exception()) is not None:
                         stop.set()
                         for other in futures:
                             other.cancel()
-                        continue
-                    self._keep(futures[future], future.result())
-                    progress(done)
+                    # Replies to requests that were under way are still recorded.
+                    if not future.cancelled() and future.exception() is None:
+                        self._keep(futures[future], future.result())
+                        progress(done)
             except BaseException:  # Ctrl-C
                 stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)

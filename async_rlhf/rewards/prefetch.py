@@ -36,13 +36,6 @@ class _Job(Generic[Judged]):
         return not self.done.running() and not self.done.done()
 
 
-def _are(jobs: Sequence[_Job[Judged]], batch: Batch) -> bool:
-    """Whether exactly these completions are what the batch has come to."""
-    mine = [group.samples for job in jobs for group in job.groups]
-    theirs = [group.samples for group in batch.groups]
-    return len(mine) == len(theirs) and all(ours is other for ours, other in zip(mine, theirs, strict=True))
-
-
 class EarlyResults(Generic[Judged]):
     """Judges batches one after the other in a daemon thread, so that a function that hangs keeps nothing from ending.
 
@@ -133,7 +126,9 @@ class EarlyResults(Generic[Judged]):
         """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
         with self._changed:
             jobs = [job for _, job in sorted(self._jobs.get(batch.index, {}).items())]
-            usable = bool(jobs) and _are(jobs, batch)
+            given = [id(group.samples) for job in jobs for group in job.groups]
+            # What was judged is what the batch has come to, the very same completions.
+            usable = bool(jobs) and given == [id(group.samples) for group in batch.groups]
             if self._ordered and self._waits(batch.index):
                 usable = usable and not jobs[0].is_waiting
             if not usable:

@@ -13,7 +13,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -96,7 +95,8 @@ class RewardActor(Signs):
         seed_all(xxh32(repr((self._seed, prompts, completions)).encode(errors="surrogatepass")).intdigest())
         found: Judged = []
         for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout):
-            told = None if error is None else (str(error), _trace(error.__cause__))
+            trace = traceback.format_exception(error.__cause__) if error is not None and error.__cause__ else []
+            told = None if error is None else (str(error), "".join(trace))
             found.append((name, rewards, told))
             if error is not None and not skip:
                 break
@@ -144,41 +144,37 @@ class RewardPool:
         waiting = {actor: share for actor, share in zip(self._actors, shares, strict=True) if share is not None}
         for actor, share in waiting.items():
             send(actor, share)
-        return partial(self._collect, waiting, arrived, send)
+
+        def collect() -> list[Any]:
+            answers: dict[Actor, Any] = {}
+            limit = self._config.generation.heartbeat_timeout
+            while waiting.keys() - answers.keys():
+                try:
+                    actor, start, answer = arrived.get(timeout=min(limit / 4, _LOOK_SECONDS))
+                except queue.Empty:
+                    for actor in waiting.keys() - answers.keys():
+                        if actor.silent_for() > limit:
+                            self._restart(actor, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
+                            send(actor, waiting[actor])
+                    continue
+                if start != actor.starts:
+                    continue
+                if not isinstance(answer, RayError):
+                    actor.at_rest()
+                    answers[actor] = answer
+                elif is_lost(answer):
+                    self._restart(actor)
+                    send(actor, waiting[actor])
+                else:
+                    raise RewardError(f"{actor.label}: {answer}") from answer
+            return [answers.get(actor) for actor in self._actors]
+
+        return collect
 
     def close(self) -> None:
         """End the actors."""
         for actor in self._actors:
             actor.kill()
-
-    def _collect(
-        self,
-        waiting: dict[Actor, tuple[Any, ...]],
-        arrived: queue.SimpleQueue[tuple[Actor, int, Any]],
-        send: Callable[[Actor, tuple[Any, ...]], None],
-    ) -> list[Any]:
-        answers: dict[Actor, Any] = {}
-        limit = self._config.generation.heartbeat_timeout
-        while waiting.keys() - answers.keys():
-            try:
-                actor, start, answer = arrived.get(timeout=min(limit / 4, _LOOK_SECONDS))
-            except queue.Empty:
-                for actor in waiting.keys() - answers.keys():
-                    if actor.silent_for() > limit:
-                        self._restart(actor, f"gave no sign of life for {limit:g} s (generation.heartbeat_timeout)")
-                        send(actor, waiting[actor])
-                continue
-            if start != actor.starts:
-                continue
-            if not isinstance(answer, RayError):
-                actor.at_rest()
-                answers[actor] = answer
-            elif is_lost(answer):
-                self._restart(actor)
-                send(actor, waiting[actor])
-            else:
-                raise RewardError(f"{actor.label}: {answer}") from answer
-        return [answers.get(actor) for actor in self._actors]
 
     def _restart(self, actor: Actor, why: str = "") -> None:
         ended = actor.end()
@@ -250,13 +246,10 @@ class RayScorer(Scorer):
         parts = [slice(*bound) if bound[0] < bound[1] else None for bound in pairwise(bounds)]
         answers: Callable[[], list[Any]] = list
         if self._any_shared:
-            answers = self._pool.ask(
-                "call",
-                [
-                    part and (prompts[part], completions[part], _sliced(columns, part), timeout, self.skip)
-                    for part in parts
-                ],
-            )
+            columns_of = [part and {name: values[part] for name, values in columns.items()} for part in parts]
+            given = zip(parts, columns_of, strict=True)
+            shares = [part and (prompts[part], completions[part], own, timeout, self.skip) for part, own in given]
+            answers = self._pool.ask("call", shares)
         rewards = call_reward_functions(self._here, prompts, completions, columns, timeout, self.skip)
         for judged in answers():
             for name, values, wrong in judged or []:
@@ -266,14 +259,6 @@ class RayScorer(Scorer):
                     error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
                     raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
         return {name: rewards[name] for name in self.reward_funcs}
-
-
-def _sliced(columns: Mapping[str, list[Any]], part: slice) -> dict[str, list[Any]]:
-    return {name: values[part] for name, values in columns.items()}
-
-
-def _trace(error: BaseException | None) -> str:
-    return "" if error is None else "".join(traceback.format_exception(error))
 
 
 def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:

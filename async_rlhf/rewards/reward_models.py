@@ -12,12 +12,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
+import httpx
+
 from async_rlhf.config.base import REQUIRED, Checked, at_least, key, require
 from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import masked
+from async_rlhf.rewards.chat import JudgeError, placed, post, told
 
 if TYPE_CHECKING:
-    import httpx
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Message = dict[str, str]
@@ -37,16 +39,8 @@ _LOADED: WeakValueDictionary[tuple[str, str, bool], _Loaded] = WeakValueDictiona
 """As long as a function has them."""
 
 
-class _Latest:
-    """The scores that were computed last, for functions of one run that make different rewards of them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.asked: Any = None
-        self.scores_MR: Any = None
-
-
-_LATEST = _Latest()
+_LOCK, _LATEST = threading.Lock(), list[tuple[Any, Any]]()
+"""What was asked for last, and the scores: functions of one run make different rewards of them."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +78,11 @@ class RewardModels(Checked):
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
         asked = self.models, self.batch_size, self.device, self.trust_remote_code, [*prompts], [*completions]
-        with _LATEST.lock:  # whoever asks for the same scores at the same time waits for them
-            if _LATEST.asked != asked:
-                _LATEST.asked, _LATEST.scores_MR = None, self._scores(prompts, completions)
-                _LATEST.asked = asked
-            scores_MR = _LATEST.scores_MR
+        with _LOCK:  # whoever asks for the same scores at the same time waits for them
+            if not _LATEST or _LATEST[0][0] != asked:
+                _LATEST.clear()
+                _LATEST.append((asked, self._scores(prompts, completions)))
+            ((_, scores_MR),) = _LATEST
         return self._together(scores_MR).tolist()
 
     def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> Any:
@@ -174,8 +168,6 @@ class RewardServer(EndpointConfig):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
-        from async_rlhf.rewards.chat import placed
-
         both = zip(prompts, completions, strict=True)
         texts = [placed(self.template, {"prompt": prompt, "completion": completion}) for prompt, completion in both]
         parts = [texts[start : start + self.batch_size] for start in range(0, len(texts), self.batch_size)]
@@ -183,8 +175,6 @@ class RewardServer(EndpointConfig):
             return [score for scores in pool.map(self._ask, parts) for score in scores]
 
     def _ask(self, texts: list[str]) -> list[float]:
-        from async_rlhf.rewards.chat import JudgeError, post, told
-
         assert self.url is not None
         # vLLM would give the sigmoid of a single score.
         body = {"model": self.model, "input": texts, "use_activation": False}
@@ -199,8 +189,6 @@ class RewardServer(EndpointConfig):
 
     @cached_property
     def _client(self) -> httpx.Client:
-        import httpx
-
         value = os.environ.get(self.api_key_variable)
         return httpx.Client(headers={"Authorization": f"Bearer {value}"} if value else {}, timeout=self.timeout)
 
