@@ -69,10 +69,10 @@ class EpisodeSampler:
             for prompt in prompts:
                 under_way.begin(prompt)
             while under_way.left:
-                while len(under_way.asked) < under_way.left:
+                while len(under_way.asked) < len(under_way.left):
                     await under_way.changed_within(_LOOK_SECONDS)
                     self._heartbeat()
-                if under_way.left and self._ranks.broadcast("another turn", lambda: True):
+                if len(under_way.left) > 0 and self._ranks.broadcast("another turn", lambda: True):
                     turns = under_way.take(len(under_way.asked))
                     for turn, sample in zip(turns, self._answers(turns), strict=True):
                         under_way.answer(turn, sample)
@@ -145,11 +145,10 @@ class _UnderWay:
         """Turns that wait for an engine, by the prompt's and the sample's number."""
         self._decoding: dict[int, asyncio.Future[Sample]] = {}
         """Who waits for a turn that an engine has, by the turn's id."""
-        self.left = 0
-        """Episodes that have not ended."""
         self._begun = 0
         self._complete: list[tuple[int, tuple[Sample, ...]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.left: set[asyncio.Task[None]] = set()
+        """Episodes that have not ended."""
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -157,9 +156,8 @@ class _UnderWay:
         """Begin the K episodes of a prompt."""
         ended: dict[int, Sample] = {}
         for number in range(self._params.samples_per_prompt):
-            self.left += 1
             task = asyncio.get_running_loop().create_task(self._play(prompt, (self._begun, number), ended))
-            self._tasks.add(task)
+            self.left.add(task)
             task.add_done_callback(self._ended)
         self._begun += 1
 
@@ -175,8 +173,7 @@ class _UnderWay:
             self._complete.append((key[0], tuple(ended[k] for k in sorted(ended))))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self.left -= 1
+        self.left.discard(task)
         if not task.cancelled():
             error = task.exception()  # of every task: asyncio complains of those that nobody asks for
             self._error = self._error or error
@@ -212,7 +209,7 @@ class _UnderWay:
 
     async def end(self) -> None:
         """Cancel what has not ended; its environments are closed."""
-        tasks = list(self._tasks)
+        tasks = list(self.left)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
