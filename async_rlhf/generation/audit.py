@@ -55,6 +55,10 @@ _MISDRAWN_SHARE = 1e-4
 """Share of other tokens that is allowed: in a model that routes tokens, rounding may now and then change the route."""
 
 
+Snapshot = Mapping[str, Tensor | None]
+"""The tensors of a version of the weights; empty for the policy's current ones. Ranks but 0 have None for each."""
+
+
 class Row(NamedTuple):
     """A sample to compare."""
 
@@ -249,11 +253,7 @@ class Agreement:
         self._kind = [config.engine, *map(str, kinds)]
 
     def measure(
-        self,
-        batch: int,
-        policy: PreTrainedModel,
-        snapshots: Callable[[int], Mapping[str, Tensor | None]],
-        groups: Sequence[Group],
+        self, batch: int, policy: PreTrainedModel, snapshots: Callable[[int], Snapshot], groups: Sequence[Group]
     ) -> dict[str, float]:
         """Compare some completions of a batch with what the learner computes for them.
 
@@ -281,7 +281,7 @@ class Agreement:
             count = self.parallel.ranks.count
             chosen = self.parallel.ranks.scatter("completions to compare", lambda: [chosen] * count)
         versions = sorted(drawn_versions(row.sample for row in chosen))
-        found = [compare(policy, snapshots(v), v, chosen, self.params, self.autocast, self.parallel) for v in versions]
+        found = [self.compare(policy, snapshots(v), v, chosen) for v in versions]
         if not self.parallel.ranks.is_main:
             return {}
         tokens = Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -298,6 +298,54 @@ class Agreement:
             metrics["engine/redraw_ties"] = self._require_redrawn(tokens, min(far, self.noise.far))
         ranks = [tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()]
         return metrics | self._require_likely(ranks, groups, [Where(*one) for one in tokens.where_N3.tolist()])
+
+    @torch.no_grad()
+    def compare(self, policy: PreTrainedModel, snapshot: Snapshot, version: int, rows: Sequence[Row]) -> Comparison:
+        """Compare every token that one version drew. If the weights are sharded, all ranks must compute.
+
+        Args:
+            policy: computes the learner's probabilities.
+            snapshot: of that version.
+            version: whose tokens to compare.
+            rows: completions, perhaps of several versions.
+        """
+        params, parallel = self.params, self.parallel
+        rows = [row for row in rows if version in row.sample.versions]
+        batch = sampled_rows([row.sample for row in rows])
+        mask_BT, device = batch["sampled_BT"].bool(), parallel.device_of(policy)
+        drawn_N = torch.from_numpy(np.concatenate([s.versions[s.sampled] == version for _, _, s, _ in rows]))
+        parallel.barrier("comparing", policy)
+        with ExitStack() as stack:
+            model: Any = policy
+            if snapshot and parallel.is_sharded:
+                stack.enter_context(_holding(policy, snapshot, parallel))
+            elif snapshot:
+                model = _WithWeights(policy, snapshot)
+                if _is_merged(policy, snapshot):
+                    stack.enter_context(as_plain_layers(policy))
+            if _is_merged(policy, snapshot):  # adapters that are merged into the snapshot must not count twice
+                stack.enter_context(adapters_off(policy))
+            stack.enter_context(torch.autocast(device.type, self.autocast, enabled=self.autocast is not None))
+            tokens_BT = batch["tokens_BT"].to(device)
+            tokens_N = tokens_BT[mask_BT.to(device)]
+
+            def reduce(logits_CV: Tensor, part: slice) -> Tensor:
+                logits_CV = truncated(logits_CV, params.distribution, tokens_N[part])
+                return torch.stack(places(logits_CV, tokens_N[part], params.temperature))
+
+            how = batch.get("positions_BT"), batch.get("routes_BTLE")
+            found_4N = over_response_logits(model, tokens_BT, mask_BT.to(device), reduce, *how)
+        logprobs_N, below_N, likelier_N, as_likely_N = found_4N.cpu().double()
+        drawn_by_N, point_N = (
+            torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s, _ in rows]))
+            for f in (sample_uniforms, auditing_uniforms)
+        )
+        own_N = logprobs_N.exp()
+        misses_N = torch.maximum(below_N - drawn_by_N, drawn_by_N - below_N - own_N).clamp(min=0)
+        log_ratios_N = logprobs_N - batch["behaviour_logprobs_BT"][mask_BT].double()
+        by_rank_N, by_id_N = likelier_N + point_N * as_likely_N, below_N + point_N * own_N
+        where_N3 = torch.tensor([Where(place, number, p) for _, number, s, place in rows for p in s.positions.tolist()])
+        return Comparison(*(x[drawn_N] for x in (log_ratios_N, misses_N, by_rank_N, by_id_N, where_N3)))
 
     def _require_redrawn(self, tokens: Comparison, far: float) -> float:
         """Require the tokens that the random numbers give. Returns how many differ only by rounding."""
@@ -331,13 +379,11 @@ class Agreement:
 
     def state(self) -> dict[str, Any]:
         """What a successor needs to continue from here, for JSON."""
-        noise, probe_noise = self.noise.state(), self.probe_noise.state()
-        drawn = [self._redrawn, self._misdrawn]
         return {
             "kind": self._kind,
-            "noise": noise,
-            "probe_noise": probe_noise,
-            "drawn": drawn,
+            "noise": self.noise.state(),
+            "probe_noise": self.probe_noise.state(),
+            "drawn": [self._redrawn, self._misdrawn],
             "evidence": self.evidence.state(),
         }
 
@@ -400,71 +446,12 @@ class Comparison(NamedTuple):
     """See :class:`~async_rlhf.generation.sampling_test.Where`."""
 
 
-@torch.no_grad()
-def compare(
-    policy: PreTrainedModel,
-    snapshot: Mapping[str, Tensor | None],
-    version: int,
-    rows: Sequence[Row],
-    params: SamplingParams,
-    autocast: torch.dtype | None,
-    parallel: Parallel,
-) -> Comparison:
-    """Compare every token that one version drew.
-
-    Args:
-        policy: computes the learner's probabilities.
-        snapshot: that version's tensors; empty for the policy's current weights. Ranks other than 0 pass None for each.
-        version: whose tokens to compare.
-        rows: completions, perhaps of several versions.
-        params: of sampling.
-        autocast: type that the learner computes in; None for that of its weights.
-        parallel: how the policy's weights are sharded over ranks, which then must all compute.
-    """
-    rows = [row for row in rows if version in row.sample.versions]
-    batch = sampled_rows([row.sample for row in rows])
-    mask_BT, device = batch["sampled_BT"].bool(), parallel.device_of(policy)
-    drawn_N = torch.from_numpy(np.concatenate([s.versions[s.sampled] == version for _, _, s, _ in rows]))
-    parallel.barrier("comparing", policy)
-    with ExitStack() as stack:
-        model: Any = policy
-        if snapshot and parallel.is_sharded:
-            stack.enter_context(_holding(policy, snapshot, parallel))
-        elif snapshot:
-            model = _WithWeights(policy, snapshot)
-            if _is_merged(policy, snapshot):
-                stack.enter_context(as_plain_layers(policy))
-        if _is_merged(policy, snapshot):  # adapters that are merged into the snapshot must not count twice
-            stack.enter_context(adapters_off(policy))
-        stack.enter_context(torch.autocast(device.type, autocast, enabled=autocast is not None))
-        tokens_BT = batch["tokens_BT"].to(device)
-        tokens_N = tokens_BT[mask_BT.to(device)]
-
-        def reduce(logits_CV: Tensor, part: slice) -> Tensor:
-            logits_CV = truncated(logits_CV, params.distribution, tokens_N[part])
-            return torch.stack(places(logits_CV, tokens_N[part], params.temperature))
-
-        how = batch.get("positions_BT"), batch.get("routes_BTLE")
-        found_4N = over_response_logits(model, tokens_BT, mask_BT.to(device), reduce, *how)
-    logprobs_N, below_N, likelier_N, as_likely_N = found_4N.cpu().double()
-    drawn_by_N, point_N = (
-        torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s, _ in rows]))
-        for f in (sample_uniforms, auditing_uniforms)
-    )
-    own_N = logprobs_N.exp()
-    misses_N = torch.maximum(below_N - drawn_by_N, drawn_by_N - below_N - own_N).clamp(min=0)
-    log_ratios_N = logprobs_N - batch["behaviour_logprobs_BT"][mask_BT].double()
-    by_rank_N, by_id_N = likelier_N + point_N * as_likely_N, below_N + point_N * own_N
-    where_N3 = torch.tensor([Where(place, number, p) for _, number, s, place in rows for p in s.positions.tolist()])
-    return Comparison(*(x[drawn_N] for x in (log_ratios_N, misses_N, by_rank_N, by_id_N, where_N3)))
-
-
 def _is_merged(policy: PreTrainedModel, snapshot: Mapping[str, Any]) -> bool:
     return has_adapters(policy) and any(not is_adapter(name) for name in snapshot)
 
 
 @contextmanager
-def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], parallel: Parallel) -> Iterator[None]:
+def _holding(policy: PreTrainedModel, snapshot: Snapshot, parallel: Parallel) -> Iterator[None]:
     """Within, a policy that is sharded over ranks holds a snapshot; parameters are exchanged one by one."""
     names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}
     own = dict(policy.named_parameters())
@@ -481,7 +468,7 @@ def _holding(policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None], par
 class _WithWeights:
     """The policy's computation with a snapshot in place of its own weights, which stay untouched."""
 
-    def __init__(self, policy: PreTrainedModel, snapshot: Mapping[str, Tensor | None]) -> None:
+    def __init__(self, policy: PreTrainedModel, snapshot: Snapshot) -> None:
         self.policy = policy
         own = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
         names = names_below_adapters(policy) if _is_merged(policy, snapshot) else {}

@@ -51,7 +51,7 @@ REFUSED = {
         "torch.tensor(self.params.stop_token_ids)",
     ),
     "completions compared on the host": refused(
-        "generation.audit:compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]', said=INDEX
+        "generation.audit:Agreement.compare", 'batch["tokens_BT"].to(device)', 'batch["tokens_BT"]', said=INDEX
     ),
     "the reward model is not moved": refused(
         "models.loading:reward_model_for",
