@@ -129,10 +129,8 @@ class InlineGenerator:
     """Never called: nothing arrives beside training."""
 
     def __init__(self, engine: Engine, trace: Trace, agreement: Agreement, staleness: int = 0) -> None:
-        self.engine = engine
+        self.engine, self.trace, self.agreement = engine, trace, agreement
         self.sampler = EpisodeSampler(engine, getattr(engine, "ranks", None))
-        self.trace = trace
-        self.agreement = agreement
         self.at_once = staleness > 0
         self._sampled: dict[int, Batch] = {}
         self._policy: PreTrainedModel | None = None
@@ -172,8 +170,9 @@ class InlineGenerator:
         vocabulary = self._policy.get_input_embeddings().num_embeddings
         check_completions(f"the engine answered batch {index}", prompts, completions, self.engine.params, vocabulary)
         groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
-        metrics = self._measure(index, groups) | self.sampler.metrics()
-        return Batch(index, version, groups, ended - started, (version,), metrics)
+        with self.trace.span("mismatch", batch=index):
+            metrics = self.agreement.measure(index, self._policy, lambda _: {}, groups)
+        return Batch(index, version, groups, ended - started, (version,), metrics | self.sampler.metrics())
 
     def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Note what to sample; :meth:`collect_evaluation` does it."""
@@ -196,11 +195,6 @@ class InlineGenerator:
 
     def _generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
         return self.sampler.generate(prompts, evaluated)
-
-    def _measure(self, index: int, groups: tuple[Group, ...]) -> dict[str, float]:
-        assert self._policy is not None
-        with self.trace.span("mismatch", batch=index):
-            return self.agreement.measure(index, self._policy, lambda _: {}, groups)
 
 
 class InlineCopyGenerator(InlineGenerator):
@@ -227,11 +221,8 @@ class InlineCopyGenerator(InlineGenerator):
         adapters_only: bool = False,
     ) -> None:
         super().__init__(engine, trace, agreement)
-        self._dtype = dtype
-        self._adapters_only = adapters_only
-        self._sleeps = sleep
-        self._asleep = False
-        self._running = True
+        self._dtype, self._adapters_only, self._sleeps = dtype, adapters_only, sleep
+        self._asleep, self._running = False, True
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Note the policy; its weights do not change until the batch is collected."""

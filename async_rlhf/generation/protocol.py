@@ -249,7 +249,5 @@ class Failure:
     traceback: str
     is_config: bool = False
     """It is a ConfigError, whose message is enough."""
-    out_of_memory: bool = False
-    """A new process, with all of its memory free, may succeed."""
     is_lost: bool = False
-    """It is an EngineLostError; a new process may succeed."""
+    """It is an EngineLostError, or there was no memory; a new process may succeed."""

@@ -390,8 +390,6 @@ class RemoteGenerator:
             raise answer
         elif answer is None:  # it died, perhaps in the middle of a message
             self._replace(worker)
-        elif answer.out_of_memory:
-            self._replace(worker, f"ran out of memory: {answer.message}")
         elif answer.is_lost:
             self._replace(worker, answer.message)
         elif answer.is_config:

@@ -10,7 +10,6 @@ from asyncio import Semaphore
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -85,9 +84,7 @@ class ServerClient:
     async def __aenter__(self) -> ServerClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
     async def generate(

@@ -322,20 +322,10 @@ class ServerWorker(Worker):
             held = {each: self._held[each] for each in drawn if each in self._held}
             if request.probe > 0 and self._version % request.probe == 0:
                 probe = await self._probe(client, self._version)
-        self.trouble, asked = "", fingerprint(request.prompts)
-        reply = Reply(
-            request.batch,
-            version,
-            held,
-            asked,
-            groups,
-            started,
-            ended,
-            loaded - started,
-            probe,
-            request.number,
-            environment_seconds=0.0 if self._player is None else self._player.take_seconds(),
-        )
+        self.trouble = ""
+        answer, times = (request.batch, version, held, fingerprint(request.prompts), groups), (started, ended)
+        seconds = 0.0 if self._player is None else self._player.take_seconds()
+        reply = Reply(*answer, *times, loaded - started, probe, request.number, environment_seconds=seconds)
         self.arrive(reply)
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:

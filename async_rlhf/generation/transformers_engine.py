@@ -70,11 +70,8 @@ class TransformersEngine:
         autocast: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.model = model
-        self._device = device
-        self.params = params
-        self.version = version
-        self.autocast = autocast
+        self.model, self.params, self.version = model, params, version
+        self.autocast, self._device = autocast, device
         self.refresh: Callable[[], None] | None = None
         """Called between two steps of decoding. It may load other weights; what was sampled so far is kept."""
         self.occupancy = Occupancy()

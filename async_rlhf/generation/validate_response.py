@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -14,6 +14,12 @@ from async_rlhf.types import FinishReason, Prompt, RouteShape, Sample
 
 _ROUNDING = 1e-3
 """How far a log-probability may be above 0."""
+
+
+class _Limits(NamedTuple):
+    longest: int
+    stops: list[int]
+    vocabulary: int
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -41,7 +47,7 @@ def check_completions(
     """
     if len(completions) != len(prompts):
         raise GeneratorError(f"{who} with completions of {len(completions)} prompts; {len(prompts)} were asked for")
-    stops = sorted(params.stop_token_ids)
+    limits = _Limits(params.response_length, sorted(params.stop_token_ids), vocabulary)
     for prompt, samples in zip(prompts, completions, strict=True):
         if len(samples) != params.samples_per_prompt:
             raise GeneratorError(
@@ -50,32 +56,29 @@ def check_completions(
             )
         asked = np.array(prompt.tokens, dtype=np.int64)
         for number, sample in enumerate(samples):
-            limits: dict[str, Any] = {"longest": params.response_length, "stops": stops, "vocabulary": vocabulary}
             if params.episodes is not None:
-                wrong = _wrong_sizes(sample, 0) or _wrong_episode(
-                    sample, params.episodes.generation.longest_episode, **limits
-                )
+                length = params.episodes.generation.longest_episode
+                wrong = _wrong_sizes(sample, 0) or _wrong_episode(sample, length, limits)
             else:
-                wrong = _wrong_form(sample, asked) or _wrong_tokens(
-                    sample.tokens[len(asked) :], sample.logprobs[len(asked) :], sample.finish_reason, **limits
-                )
+                drawn = sample.tokens[len(asked) :], sample.logprobs[len(asked) :]
+                wrong = _wrong_form(sample, asked) or _wrong_tokens(*drawn, sample.finish_reason, limits)
             wrong = wrong or _wrong_routes(sample, params.routes)
             if wrong:
                 raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
 
 
-def _wrong_episode(sample: Sample, length: int, **limits: Any) -> str:
+def _wrong_episode(sample: Sample, length: int, limits: _Limits) -> str:
     """What is wrong with the answers of an episode, each of which begins behind a prompt or an observation."""
-    unknown = (sample.tokens < 0) | (sample.tokens >= limits["vocabulary"])
+    unknown = (sample.tokens < 0) | (sample.tokens >= limits.vocabulary)
     if unknown.any():
-        return f"a token is {sample.tokens[unknown][0]}; it must be from 0 to {limits['vocabulary'] - 1}"
+        return f"a token is {sample.tokens[unknown][0]}; it must be from 0 to {limits.vocabulary - 1}"
     bounds = [0, *sample.starts, len(sample)]
     if any(start >= end for start, end in pairwise(bounds)):
         return f"its conversations begin at {bounds[:-1]}; must be rising places of its {len(sample)} tokens"
-    return next(filter(None, (_wrong_answers(sample, *own, length, **limits) for own in pairwise(bounds))), "")
+    return next(filter(None, (_wrong_answers(sample, *own, length, limits) for own in pairwise(bounds))), "")
 
 
-def _wrong_answers(sample: Sample, begin: int, stop: int, length: int, **limits: Any) -> str:
+def _wrong_answers(sample: Sample, begin: int, stop: int, length: int, limits: _Limits) -> str:
     """The same of one conversation, the tokens from ``begin`` to before ``stop``."""
     sampled = sample.sampled[begin:stop]
     starts, ends = (begin + np.nonzero(sampled & ~np.roll(sampled, by))[0] for by in (1, -1))
@@ -85,11 +88,11 @@ def _wrong_answers(sample: Sample, begin: int, stop: int, length: int, **limits:
         return f"there are {stop - starts[0]} tokens after the prompt; must be at most {length} (episode_length)"
     for start, end in zip(starts, ends + 1, strict=True):
         answer, last = sample.tokens[start:end], end == stop
-        finish: FinishReason = "stop" if answer[-1] in limits["stops"] else "length"
+        finish: FinishReason = "stop" if answer[-1] in limits.stops else "length"
         if finish == "length" and (not last or (end == len(sample) and sample.finish_reason == "stop")):
-            return f"the answer before token {end} ends with {answer[-1]}; stop tokens are {limits['stops']}"
+            return f"the answer before token {end} ends with {answer[-1]}; stop tokens are {limits.stops}"
         # The last answer may be shorter: there is room for so many tokens in the whole conversation.
-        if wrong := _wrong_tokens(answer, sample.logprobs[start:end], finish, **limits, cut=last):
+        if wrong := _wrong_tokens(answer, sample.logprobs[start:end], finish, limits, cut=last):
             return wrong
     return ""
 
@@ -132,16 +135,10 @@ def _wrong_form(sample: Sample, asked: np.ndarray) -> str:
 
 
 def _wrong_tokens(
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    finish_reason: FinishReason,
-    *,
-    longest: int,
-    stops: Sequence[int],
-    vocabulary: int,
-    cut: bool = False,
+    tokens: np.ndarray, logprobs: np.ndarray, finish_reason: FinishReason, limits: _Limits, cut: bool = False
 ) -> str:
     """What is wrong with the drawn tokens; "" if nothing is. With ``cut`` there may have been room for fewer."""
+    longest, stops, vocabulary = limits
     if not 1 <= len(tokens) <= longest:
         return f"the number of tokens is {len(tokens)}; it must be from 1 to response_length, {longest}"
     if not (tokens.min() >= 0 and tokens.max() < vocabulary):

@@ -112,20 +112,12 @@ class RequestHandler:
         engine, ended = self.engine, time.monotonic()
         versions = {version, *drawn_versions(sample for samples in completions for sample in samples)}
         occupancy, engine.occupancy = engine.occupancy, Occupancy()
-        return Reply(
-            request.batch,
-            version,
-            {number: digests for number, digests in self._held.items() if number in versions},
-            fingerprint(request.prompts),
-            completions,
-            started,
-            ended,
-            loaded - started,
-            probe=self._probe() if request.probe and engine.version % request.probe == 0 else None,
-            number=request.number,
-            occupancy=(occupancy.taken, occupancy.places),
-            environment_seconds=self.sampler.take_seconds(),
-        )
+        held = {number: digests for number, digests in self._held.items() if number in versions}
+        answer = request.batch, version, held, fingerprint(request.prompts), completions
+        times = started, ended, loaded - started
+        probe = self._probe() if request.probe and engine.version % request.probe == 0 else None
+        places, seconds = (occupancy.taken, occupancy.places), self.sampler.take_seconds()
+        return Reply(*answer, *times, probe, request.number, places, seconds)
 
     def _probe(self) -> tuple[int, list[float]]:
         """The engine's version, and what it says of the fixed sequences: computed once for each version."""
@@ -254,7 +246,9 @@ def to_failure(error: Exception) -> Failure:
     """The message that tells the learner about an error."""
     is_config, is_lost = isinstance(error, ConfigError), isinstance(error, EngineLostError)
     text = str(error) if is_config or is_lost else f"{type(error).__name__}: {error}"
-    return Failure(text, traceback.format_exc(), is_config, _is_out_of_memory(error), is_lost)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        text, is_lost = f"ran out of memory: {text}", True  # a new process has all of its memory free
+    return Failure(text, traceback.format_exc(), is_config, is_lost)
 
 
 def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: SnapshotRing, heartbeat: Any) -> None:
@@ -283,10 +277,6 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     finally:
         replies.put(None)
         sender.join()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _read(pipe: Connection, requests: queue.SimpleQueue[Request | None]) -> None:
