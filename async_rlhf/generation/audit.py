@@ -494,6 +494,17 @@ def probe_tokens(vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within, a model computes without dropout."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 @torch.no_grad()
 def probe_logprobs(
     model: PreTrainedModel, autocast: torch.dtype | None = None, parallel: Parallel = ALONE
@@ -510,13 +521,8 @@ def probe_logprobs(
     tokens_BT = probe_tokens(model.get_input_embeddings().num_embeddings).to(device)
     mask_BT = torch.ones(ROWS, LENGTH, device=device)
     mask_BT[:, 0] = 0
-    training = model.training
-    model.eval()
-    try:
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-            output = response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        output = response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False)
     return output.logprobs_BT[mask_BT.bool()].tolist()
 
 

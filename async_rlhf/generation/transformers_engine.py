@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rlhf.generation import decode_cache
-from async_rlhf.generation.audit import probe_logprobs
+from async_rlhf.generation.audit import evaluating, probe_logprobs
 from async_rlhf.generation.decode_cache import Past
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
@@ -134,7 +133,7 @@ class TransformersEngine:
         keeps = self.keeps_pasts and len(order) <= per_chunk and self.params.routes is None
         keeps = keeps and all(isinstance(each, Turn) for each in prompts)
         completions, waiting = dict[int, tuple[Sample, ...]](), list[Sequence[Prompt]]()
-        with self._evaluating():
+        with evaluating(self.model):
             for start in range(0, len(order), per_chunk):
                 chunk = order[start : start + per_chunk]
                 waiting.append([prompts[i] for i in chunk])
@@ -153,17 +152,8 @@ class TransformersEngine:
         """
         samples = self.params.samples_per_prompt
         decoding = Decoding(self, max(samples, self.params.batch_size // samples * samples), self.adds_rows)
-        with self._evaluating():
+        with evaluating(self.model):
             yield from decoding.run(more)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(training)
 
     def prefill(
         self, rows: Sequence[Sequence[int]], samples: int, pasts: Sequence[Past | None] = ()
