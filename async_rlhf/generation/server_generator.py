@@ -322,11 +322,10 @@ class ServerWorker(Worker):
             held = {each: self._held[each] for each in drawn if each in self._held}
             if request.probe > 0 and self._version % request.probe == 0:
                 probe = await self._probe(client, self._version)
-        self.trouble = ""
-        answer, times = (request.batch, version, held, fingerprint(request.prompts), groups), (started, ended)
+        self.trouble, asked = "", fingerprint(request.prompts)
+        reply = Reply(request.batch, version, held, asked, groups, started, ended, loaded - started)
         seconds = 0.0 if self._player is None else self._player.take_seconds()
-        reply = Reply(*answer, *times, loaded - started, probe, request.number, environment_seconds=seconds)
-        self.arrive(reply)
+        self.arrive(replace(reply, probe=probe, number=request.number, environment_seconds=seconds))
 
     async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
         """What the server says of the fixed sequences: computed once for weights that it was given."""

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -113,11 +113,15 @@ class RequestHandler:
         versions = {version, *drawn_versions(sample for samples in completions for sample in samples)}
         occupancy, engine.occupancy = engine.occupancy, Occupancy()
         held = {number: digests for number, digests in self._held.items() if number in versions}
-        answer = request.batch, version, held, fingerprint(request.prompts), completions
-        times = started, ended, loaded - started
-        probe = self._probe() if request.probe and engine.version % request.probe == 0 else None
-        places, seconds = (occupancy.taken, occupancy.places), self.sampler.take_seconds()
-        return Reply(*answer, *times, probe, request.number, places, seconds)
+        asked = fingerprint(request.prompts)
+        reply = Reply(request.batch, version, held, asked, completions, started, ended, loaded - started)
+        return replace(
+            reply,
+            probe=self._probe() if request.probe and engine.version % request.probe == 0 else None,
+            number=request.number,
+            occupancy=(occupancy.taken, occupancy.places),
+            environment_seconds=self.sampler.take_seconds(),
+        )
 
     def _probe(self) -> tuple[int, list[float]]:
         """The engine's version, and what it says of the fixed sequences: computed once for each version."""
