@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,108 +43,81 @@ class Passes:
         if self.tokens is None:
             return list(by_length(longest_U, self.units or max(1, len(longest_U))))
         order_U = torch.argsort(longest_U, descending=True, stable=True)
-        units = [self._unit(lengths) for lengths in lengths_UR[order_U].tolist()]
         if self.packed:
-            return [order_U[part] for part in self._mixed(units, ranks)]
-        fewest = len(self._sizes(units))
-        wanted = min(-(-fewest // ranks) * ranks, len(units))
-        return list(order_U.split(self._even(units, wanted))) if units else []
+            return [order_U[part] for part in self._mixed(lengths_UR[order_U].tolist(), ranks)]
+        longest = longest_U[order_U].tolist()
+        fewest = len(self._sizes(longest, rows_per_unit, math.inf))
+        wanted = min(-(-fewest // ranks) * ranks, len(longest))
+        return list(order_U.split(self._even(longest, rows_per_unit, wanted))) if longest else []
 
-    def _mixed(self, units: list[_Part], ranks: int) -> list[list[int]]:
+    def _mixed(self, lengths: list[list[int]], ranks: int) -> list[list[int]]:
         """Passes of any lengths, the most expensive first: each unit joins the cheapest pass that has room for it."""
-        limit, count = self.tokens or 1, len(units)
-        least = -(-sum(min(unit.tokens, limit) for unit in units) // limit)
-        least = max(least, sum(2 * unit.tokens > limit for unit in units))  # no two of these share a pass
+        tokens, limit, count = [sum(each) for each in lengths], self.tokens or 1, len(lengths)
+        least = -(-sum(min(each, limit) for each in tokens) // limit)
+        least = max(least, sum(2 * each > limit for each in tokens))  # no two of these share a pass
         if self.units is not None:
             least = max(least, -(-count // self.units))
+        units = list(zip(tokens, (sum(map(self._cost, each)) for each in lengths), strict=True))
         for passes in range(-(-least // ranks) * ranks, count, ranks):
             parts = self._filled(units, passes)
             if parts is not None:
                 return parts
         return [[number] for number in range(count)]
 
-    def _filled(self, units: list[_Part], passes: int) -> list[list[int]] | None:
-        """The same for a number of passes; None if some unit finds no room.
+    def _filled(self, units: list[tuple[int, int]], passes: int) -> list[list[int]] | None:
+        """The same for a number of passes, of tokens and cost of each unit; None if some unit finds no room.
 
         A pass without room waits until a unit comes that is short enough: mostly once, as the longest come first.
         """
         most, room, costs = self.units or len(units), [self.tokens or 0] * passes, [0] * passes
         parts: list[list[int]] = [[] for _ in range(passes)]
         cheapest, waiting = [(0, place) for place in range(passes)], list[tuple[int, int]]()
-        for number, unit in enumerate(units):
-            while waiting and -waiting[0][0] >= unit.tokens:
+        for number, (tokens, cost) in enumerate(units):
+            while waiting and -waiting[0][0] >= tokens:
                 place = heappop(waiting)[1]
                 heappush(cheapest, (costs[place], place))
-            while cheapest and parts[place := cheapest[0][1]] and room[place] < unit.tokens:
+            while cheapest and parts[place := cheapest[0][1]] and room[place] < tokens:
                 heappop(cheapest)
                 heappush(waiting, (-room[place], place))
             if not cheapest:
                 return None
             _, place = heappop(cheapest)
             parts[place].append(number)
-            room[place] -= unit.tokens
-            costs[place] += unit.cost
+            room[place] -= tokens
+            costs[place] += cost
             if len(parts[place]) < most:
                 heappush(cheapest, (costs[place], place))
         return [parts[place] for _, place in sorted(zip(costs, range(passes), strict=True), reverse=True)]
 
-    def _even(self, units: list[_Part], wanted: int) -> list[int]:
+    def _even(self, longest: list[int], rows: int, wanted: int) -> list[int]:
         """Sizes of at most ``wanted`` passes, the most expensive of which is nearly as cheap as can be."""
-        low, high = 0, self._joined(units).cost
-        sizes = self._sizes(units)
+        low, high = 0, len(longest) * rows * self._cost(longest[0])
+        sizes = self._sizes(longest, rows, math.inf)
         while high - low > 1 + high // 1000:
             limit = (low + high) // 2
-            found = self._sizes(units, limit)
+            found = self._sizes(longest, rows, limit)
             if len(found) <= wanted:
                 sizes, high = found, limit
             else:
                 low = limit
         return sizes
 
-    def _sizes(self, units: list[_Part], most: int | None = None) -> list[int]:
-        """How many units each pass has, if they are filled in order up to the limits, and to a cost."""
-        sizes, part = [], _NOTHING
-        for unit in units:
-            longer = self._joined([part, unit])
-            if part.units and self._exceeds(longer, most):
-                sizes.append(part.units)
-                longer = unit
-            part = longer
-        return [*sizes, part.units] if units else sizes
+    def _sizes(self, longest: list[int], rows: int, most: float) -> list[int]:
+        """How many units each padded pass has, if they are filled in order up to the limits, and to a cost.
 
-    def _exceeds(self, part: _Part, most: int | None) -> bool:
-        many = self.units is not None and part.units > self.units
-        return many or part.tokens > (self.tokens or 0) or (most is not None and part.cost > most)
-
-    def _unit(self, lengths: list[int]) -> _Part:
-        longest = max(lengths)
-        each = lengths if self.packed else [longest] * len(lengths)
-        return _Part(1, len(lengths), longest, sum(each), sum(map(self._cost, each)))
-
-    def _joined(self, parts: list[_Part]) -> _Part:
-        """One pass with all these units, the first of which are the longest."""
-        units, rows, longest = (
-            sum(part.units for part in parts),
-            sum(part.rows for part in parts),
-            max(part.longest for part in parts),
-        )
-        if self.packed:
-            return _Part(units, rows, longest, sum(part.tokens for part in parts), sum(part.cost for part in parts))
-        return _Part(units, rows, longest, rows * longest, rows * self._cost(longest))
+        Args:
+            longest: tokens of the longest row of each unit, descending.
+            rows: of a unit.
+            most: the cost.
+        """
+        starts = [0]
+        for number in range(1, len(longest)):
+            units, length = number + 1 - starts[-1], longest[starts[-1]]
+            many = self.units is not None and units > self.units
+            if many or units * rows * length > (self.tokens or 0) or units * rows * self._cost(length) > most:
+                starts.append(number)
+        return [end - start for start, end in pairwise([*starts, len(longest)])]
 
     def _cost(self, length: int) -> int:
         """Of a row: 12 squares of the width for a token in each layer, and the width for each token that it sees."""
         return length * (12 * self.width + length)
-
-
-class _Part(NamedTuple):
-    """Units that share a pass, or one of them."""
-
-    units: int
-    rows: int
-    longest: int
-    tokens: int
-    cost: int
-
-
-_NOTHING = _Part(0, 0, 0, 0, 0)
