@@ -8,8 +8,7 @@ position ids are needed, and any causal language model of transformers works. A 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
-from async_rlhf.models.packing import Layout, laid_out
+from async_rlhf.models.packing import Layout, laid_out, seen_by_head, states_at
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import in_shares, pad_rows
 from async_rlhf.types import PolicyOutput
@@ -32,28 +31,6 @@ logger = logging.getLogger(__name__)
 
 Row: TypeAlias = Sequence[int] | np.ndarray
 """Tokens of a prompt and its response."""
-
-
-@contextmanager
-def _logits_at(model: PreTrainedModel, places_N: Tensor) -> Iterator[list[Tensor]]:
-    """Within, the model's head sees only the hidden states at ``places_N``: logits come out as (N, V).
-
-    The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
-
-    Yields:
-        A list to which each forward pass appends those hidden states, (N, H).
-    """
-    seen: list[Tensor] = []
-
-    def keep_and_pass_on(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-        seen.append(inputs[0].flatten(0, 1)[places_N])
-        return (seen[-1],)
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on, prepend=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 class _OutOfAutocast:
@@ -142,7 +119,7 @@ def over_response_logits(
 
 def _over_logits(model: PreTrainedModel, rows: Layout, places_N: Tensor, reduce: Reduction) -> tuple[Tensor, Tensor]:
     """The numbers (K, N), and the states (N, H) that the head has seen."""
-    with _logits_at(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
+    with seen_by_head(model, rows.at(places_N - 1)) as seen:  # the state at t - 1 predicts token t
         numbers_KN = over_logits(model, reduce, **rows.inputs)
     return numbers_KN, seen[-1]
 
@@ -212,9 +189,8 @@ def response_values(
         (B, T) float32, 0 outside the response.
     """
     rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context)
-    hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
     places_N = _own(rows, _places(sampled_BT, tokens_BT.device))
-    values_N = _scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(places_N - 1)])
+    values_N = _scalars(model.score, states_at(model, rows.inputs, rows.at(places_N - 1)))
     return context.joined(_in_rows(values_N, places_N, tokens_BT))
 
 
@@ -240,25 +216,23 @@ def end_values(
     """
     if not isinstance(value, nn.Linear):
         return reward_scores(value, tokens_BT, lengths_B, positions_BT, context)
-    rows = laid_out(policy, tokens_BT, lengths_B, None, positions_BT, context, routes_BTLE)
-    ends_B = _ends(tokens_BT, lengths_B)
+    more = {"positions_BT": positions_BT, "routes_BTLE": routes_BTLE}
+    return _at_ends(policy, value, tokens_BT, lengths_B, context, **more)
+
+
+def _at_ends(
+    model: PreTrainedModel, head: nn.Linear, tokens_BT: Tensor, lengths_B: Tensor, context: ContextGroup, **more: Any
+) -> Tensor:
+    """(B,): the head's output at the last real token of each row; ``more`` as :func:`laid_out` takes it."""
+    rows = laid_out(model, tokens_BT, lengths_B, None, context=context, **more)
+    longest, device = tokens_BT.shape[1], tokens_BT.device
+    ends_B = torch.arange(len(tokens_BT), device=device) * longest + lengths_B.to(device) - 1
     own = rows.has(ends_B)
-    with _logits_at(policy, rows.at(ends_B[own])) as seen:
-        policy(**rows.inputs)
-    return _of_ends(_scalars(value, seen[-1]), own, context)
-
-
-def _of_ends(own_N: Tensor, own: Tensor | slice, context: ContextGroup) -> Tensor:
-    """(B,): a number of each row, which the rank that has its end has computed."""
+    found_N = _scalars(head, states_at(model, rows.inputs, rows.at(ends_B[own])))
     if isinstance(own, slice):
-        return own_N
-    return context.joined(own_N.new_zeros(own.shape).index_copy(0, own.nonzero().squeeze(1), own_N))
-
-
-def _ends(tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
-    """Places of the last real tokens in the flattened rows."""
-    rows, longest = tokens_BT.shape
-    return torch.arange(rows, device=tokens_BT.device) * longest + lengths_B.to(tokens_BT.device) - 1
+        return found_N
+    # The rank that has the end of a row has computed its number.
+    return context.joined(found_N.new_zeros(own.shape).index_copy(0, own.nonzero().squeeze(1), found_N))
 
 
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
@@ -343,11 +317,7 @@ def reward_scores(
     Returns:
         (B,) float32.
     """
-    rows = laid_out(model, tokens_BT, lengths_B, None, positions_BT, context)
-    hidden_BTH = model.base_model(**rows.inputs).last_hidden_state
-    ends_B = _ends(tokens_BT, lengths_B)
-    own = rows.has(ends_B)
-    return _of_ends(_scalars(model.score, hidden_BTH.flatten(0, 1)[rows.at(ends_B[own])]), own, context)
+    return _at_ends(model, model.score, tokens_BT, lengths_B, context, positions_BT=positions_BT)
 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, parallel: Parallel = ALONE) -> Tensor:

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,6 +36,8 @@ from async_rlhf.models.routing import ROUTES, no_route
 logger = logging.getLogger(__name__)
 
 Packing = Literal["auto", True, False]
+_Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Of queries, keys and values: (B, H, T, D)."""
 _MARK = "_rows_are_packed"
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -142,25 +146,15 @@ def laid_out(
         context: the ranks that share the rows. All of them must call it, and then the model.
         routes_BTLE: experts that the model's routers are to take; see :mod:`async_rlhf.models.routing`.
     """
-    rows = _laid_out(model, tokens_BT, lengths_B, mask_BT, positions_BT, routes_BTLE)
-    return rows if context.size == 1 else _cut(rows, context)
-
-
-def _laid_out(
-    model: PreTrainedModel,
-    tokens_BT: Tensor,
-    lengths_B: Tensor | None,
-    mask_BT: Tensor | None,
-    positions_BT: Tensor | None,
-    routes_BTLE: Tensor | None,
-) -> Layout:
     if not is_packed(model) and positions_BT is None:
-        return Layout({"input_ids": tokens_BT, "use_cache": False, **_routes(routes_BTLE, tokens_BT)})
-    if lengths_B is None:
-        assert mask_BT is not None
-        lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
-    texts = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
-    return (_packed if is_packed(model) else _split)(tokens_BT, *texts, routes_BTLE)
+        rows = Layout({"input_ids": tokens_BT, "use_cache": False, **_routes(routes_BTLE, tokens_BT)})
+    else:
+        if lengths_B is None:
+            assert mask_BT is not None
+            lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
+        texts = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
+        rows = (_packed if is_packed(model) else _split)(tokens_BT, *texts, routes_BTLE)
+    return rows if context.size == 1 else _cut(rows, context)
 
 
 def _texts(longest: int, lengths_B: Tensor, positions_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -343,18 +337,37 @@ def obstacle_in_code(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _states(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
-    """The hidden states (T, H) of the first row. A language model is called as a whole: so it gathers its weights."""
-    if not model.can_generate():
-        return model.base_model(**inputs).last_hidden_state[0]
-    found: list[Tensor] = []
-    head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _, of_head: found.append(of_head[0][0]), prepend=True)
+@contextmanager
+def seen_by_head(model: PreTrainedModel, places_N: Tensor | slice) -> Iterator[list[Tensor]]:
+    """Within, the model's head sees only the hidden states at ``places_N``: logits come out as (N, V).
+
+    The head is the largest matrix of many models and its output the largest tensor; prompts and padding need none.
+
+    Yields:
+        A list to which each forward pass appends those hidden states, (N, H).
+    """
+    seen: list[Tensor] = []
+
+    def keep_and_pass_on(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(inputs[0].flatten(0, 1)[places_N])
+        return (seen[-1],)
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(keep_and_pass_on, prepend=True)
     try:
-        model(**inputs)
+        yield seen
     finally:
         handle.remove()
-    return found[0]
+
+
+def states_at(model: PreTrainedModel, inputs: dict[str, Any], places_N: Tensor | slice) -> Tensor:
+    """The hidden states (N, H) at places of what the model gets. A language model is called as a whole: so it gathers
+    its weights.
+    """
+    if not model.can_generate():
+        return model.base_model(**inputs).last_hidden_state.flatten(0, 1)[places_N]
+    with seen_by_head(model, places_N) as seen:
+        model(**inputs)
+    return seen[-1]
 
 
 @torch.no_grad()
@@ -363,9 +376,9 @@ def _difference(model: PreTrainedModel, device: torch.device, autocast: bool) ->
     lengths_B = torch.tensor([5, 3])
     tokens_BT = torch.arange(1, 11, device=device).view(2, 5) % model.get_input_embeddings().num_embeddings
     alone = [tokens_BT[i : i + 1, :length] for i, length in enumerate(lengths_B.tolist())]
-    right_NH = torch.cat([_states(model, {"input_ids": row, "use_cache": False}) for row in alone])
+    right_NH = torch.cat([states_at(model, {"input_ids": row, "use_cache": False}, slice(None)) for row in alone])
     try:
-        found_NH = _states(model, _packed(tokens_BT, *_texts(5, lengths_B)).inputs)
+        found_NH = states_at(model, _packed(tokens_BT, *_texts(5, lengths_B)).inputs, slice(None))
     except Exception as error:  # of any kind: the code is not ours, and the rows can still be padded
         return f"which refuses packed rows ({type(error).__name__}: {error})"
     limit = 1e-4 if right_NH.dtype == torch.float32 and not autocast else 0.1
@@ -374,7 +387,7 @@ def _difference(model: PreTrainedModel, device: torch.device, autocast: bool) ->
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: nn.Module,
     query_BHTD: Tensor,
     key_BHTD: Tensor,
     value_BHTD: Tensor,
@@ -383,70 +396,44 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention by PyTorch, and the same for packed rows and for those that ranks share."""
+    heads = query_BHTD, key_BHTD, value_BHTD
     if packed_rows is None:
-        return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **options)
+        return sdpa_attention_forward(module, *heads, attention_mask, **options)
     window = options.pop("sliding_window", None) or None  # some models say 0 for none
     if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
-        query_BHTD, key_BHTD, value_BHTD = (part.to(dtype) for part in (query_BHTD, key_BHTD, value_BHTD))
+        heads = query_BHTD.to(dtype), key_BHTD.to(dtype), value_BHTD.to(dtype)
     if packed_rows.context.size > 1:
-        return _shared(module, query_BHTD, key_BHTD, value_BHTD, packed_rows, window, **options), None
-    if len(query_BHTD) == 1 and _has_kernel(query_BHTD, value_BHTD):
-        query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query_BHTD, key_BHTD, value_BHTD))
-        longest, starts = packed_rows.longest, packed_rows.starts
-        out_NHD = varlen_attn(
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            longest,
-            longest,
-            scale=options.get("scaling"),
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        return _shared(module, heads, packed_rows, sliding_window=window, **options), None
+    if len(query_BHTD) == 1 and _has_kernel(heads[0], heads[2]):
+        query, key, value = (part.squeeze(0).transpose(0, 1) for part in heads)
+        bounds = (packed_rows.starts, packed_rows.starts, packed_rows.longest, packed_rows.longest)
+        sees, grouped = (-1 if window is None else window - 1, 0), query.shape[1] != key.shape[1]
+        scale = options.get("scaling")
+        out_NHD = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sees, enable_gqa=grouped)
         assert isinstance(out_NHD, Tensor)  # more only if asked for
         return out_NHD[None], None
-    return _row_by_row(module, query_BHTD, key_BHTD, value_BHTD, packed_rows, window, **options), None
+    return _row_by_row(module, heads, packed_rows, window, **options), None
 
 
 @torch.compiler.disable  # nothing is gained: what surrounds the exchange is attention's own kernel
-def _shared(
-    module: torch.nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    packed_rows: PackedRows,
-    window: int | None,
-    **options: Any,
-) -> Tensor:
+def _shared(module: nn.Module, heads: _Heads, packed_rows: PackedRows, **options: Any) -> Tensor:
     """Attention (B, T / C, H, D) of this rank's part of the sequence: that of its part of the heads, exchanged."""
-    context, whole = packed_rows.context, replace(packed_rows, context=WHOLE)
-    key_BHTD, value_BHTD = context.repeated(key_BHTD), context.repeated(value_BHTD)
-    query_BHTD, key_BHTD, value_BHTD = map(context.exchanged, (query_BHTD, key_BHTD, value_BHTD))
-    options["sliding_window"] = window
-    return context.exchanged(_attention(module, query_BHTD, key_BHTD, value_BHTD, None, whole, **options)[0])
+    context, (query, key, value) = packed_rows.context, heads
+    query, key, value = map(context.exchanged, (query, context.repeated(key), context.repeated(value)))
+    packed_rows = replace(packed_rows, context=WHOLE)
+    return context.exchanged(_attention(module, query, key, value, None, packed_rows, **options)[0])
 
 
 @torch.compiler.disable  # it would be unrolled
-def _row_by_row(
-    module: Any,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    packed_rows: PackedRows,
-    window: int | None,
-    **options: Any,
-) -> Tensor:
-    groups = query_BHTD.shape[1] // key_BHTD.shape[1]
+def _row_by_row(module: Any, heads: _Heads, packed_rows: PackedRows, window: int | None, **options: Any) -> Tensor:
+    groups = heads[0].shape[1] // heads[1].shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:  # key heads that ranks repeat have fewer queries
         module = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
-    rows = zip(*(part.split(packed_rows.lengths, dim=2) for part in (query_BHTD, key_BHTD, value_BHTD)), strict=True)
     found = []
-    for query, key, value in rows:
-        mask = _window(query.shape[2], window, query.device)
-        found.append(sdpa_attention_forward(module, query, key, value, mask, **options)[0])
+    for row in zip(*(part.split(packed_rows.lengths, dim=2) for part in heads), strict=True):
+        mask = _window(row[0].shape[2], window, row[0].device)
+        found.append(sdpa_attention_forward(module, *row, mask, **options)[0])
     return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
 
