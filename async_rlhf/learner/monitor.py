@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,41 +17,25 @@ class ImportanceRatioStats:
     They stay on the learner's device until :meth:`on_cpu`, so that the host need not wait for it in between.
     """
 
-    def __init__(self) -> None:
-        self._entropies: list[Tensor] = []
-        self._log_ratios: list[Tensor] = []
-        self._row_log_ratios: list[Tensor] = []
-        self._sampled: list[Tensor] = []
-        """Which tokens were sampled, on the CPU."""
+    def __init__(self, parts: Iterable[tuple[Tensor, ...]] = ()) -> None:
+        self._parts = list(parts)
+        """Of each part entropies, log-ratios, those of rows, and which tokens were sampled, the latter on the CPU."""
 
     @classmethod
     def of(cls, parts: Sequence[ImportanceRatioStats]) -> ImportanceRatioStats:
         """One monitor with the data of several."""
-        whole = cls()
-        for part in parts:
-            whole._entropies += part._entropies
-            whole._log_ratios += part._log_ratios
-            whole._row_log_ratios += part._row_log_ratios
-            whole._sampled += part._sampled
-        return whole
+        return cls(one for part in parts for one in part._parts)
 
     def add(self, output: PolicyOutput, rows: Experience, sampled_BT: Tensor) -> None:
         """Add the rows of one micro-batch; ``sampled_BT`` is theirs, on the CPU."""
         log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * rows.sampled_BT
-        self._entropies.append(output.entropies_BT.flatten())
-        self._log_ratios.append(log_ratios_BT.flatten())
-        self._row_log_ratios.append(log_ratios_BT.sum(dim=1))
-        self._sampled.append(sampled_BT.bool().flatten())
+        of_tokens = output.entropies_BT.flatten(), log_ratios_BT.flatten()
+        self._parts.append((*of_tokens, log_ratios_BT.sum(dim=1), sampled_BT.bool().flatten()))
 
     def on_cpu(self) -> ImportanceRatioStats:
-        """The same on the CPU, where it can be sent to other ranks."""
-        moved = ImportanceRatioStats()
-        if self._sampled:
-            moved._entropies = [torch.cat(self._entropies).cpu()]
-            moved._log_ratios = [torch.cat(self._log_ratios).cpu()]
-            moved._row_log_ratios = [torch.cat(self._row_log_ratios).cpu()]
-            moved._sampled = [torch.cat(self._sampled)]
-        return moved
+        """The same as one part on the CPU, where it can be sent to other ranks; none of none."""
+        kinds = list(zip(*self._parts, strict=True))
+        return ImportanceRatioStats([tuple(torch.cat(each).cpu() for each in kinds)] if kinds else [])
 
     def metrics(self) -> dict[str, float]:
         """Entropy, and statistics of the ratios of tokens and of whole completions.
@@ -59,10 +43,8 @@ class ImportanceRatioStats:
         Means weight all tokens equally. A mean over rows of row means would give more weight to tokens of short rows,
         and its ratio would not be 1 where 1 is expected.
         """
-        whole = self.on_cpu()
-        if not any(sampled.any() for sampled in whole._sampled):
-            return {}
-        sampled = whole._sampled[0]
-        entropy = whole._entropies[0][sampled].double().mean().item()
-        statistics = ratio_statistics(whole._log_ratios[0][sampled], whole._row_log_ratios[0])
-        return {"policy/entropy_avg": entropy, **statistics}
+        for entropies_N, log_ratios_N, row_log_ratios_B, sampled_N in self.on_cpu()._parts:
+            if sampled_N.any():
+                entropy = entropies_N[sampled_N].double().mean().item()
+                return {"policy/entropy_avg": entropy, **ratio_statistics(log_ratios_N[sampled_N], row_log_ratios_B)}
+        return {}
