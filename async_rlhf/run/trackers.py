@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import (
@@ -54,6 +54,8 @@ class Tracker:
     found: Mapping[str, Any]
     begun = False
     """Whether there is a run now."""
+    table_options: ClassVar[Mapping[str, Any]] = {}
+    """Of a client's tables."""
 
     def __init__(self, found: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -63,13 +65,20 @@ class Tracker:
         """How this run is found again."""
         raise NotImplementedError
 
-    def table(self, name: str, rows: Rows, step: int) -> None:
-        """Log a table with at least one row."""
+    @property
+    def client(self) -> Any:
+        """What logs tables and numbers: a module such as wandb. Or else a tracker does that itself."""
         raise NotImplementedError
 
+    def table(self, name: str, rows: Rows, step: int) -> None:
+        """Log a table with at least one row."""
+        values = [list(row.values()) for row in rows]
+        table = self.client.Table(columns=list(rows[0]), data=values, **self.table_options)
+        self.client.log({name: table, "train/global_step": step})
+
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers under just these names; the step may be an earlier one."""
-        raise NotImplementedError
+        """Log numbers under just these names; the step, in batches, may be an earlier one."""
+        self.client.log({**values, "train/global_step": step})
 
     def close(self, whole: bool) -> None:
         """End the tracker's run, if it was begun here; ``whole`` says that all has gone well."""
@@ -78,7 +87,7 @@ class Tracker:
 class Wandb(Tracker, WandbCallback):
     """A run of W&B, online or offline. One that the user's program has begun is used, and left to the program."""
 
-    _own = False
+    _own, table_options = False, {"allow_mixed_types": True}
 
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         """Begin the run, or go on with it; then as transformers does."""
@@ -95,15 +104,10 @@ class Wandb(Tracker, WandbCallback):
         run = self._wandb.run
         return {"id": run.id, "project": run.project, "entity": run.entity or None}
 
-    def table(self, name: str, rows: Rows, step: int) -> None:
-        """Log a wandb.Table."""
-        values = [list(row.values()) for row in rows]
-        table = self._wandb.Table(columns=list(rows[0]), data=values, allow_mixed_types=True)
-        self._wandb.log({name: table, "train/global_step": step})
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers; the axis of all is the number of batches."""
-        self._wandb.log({**values, "train/global_step": step})
+    @property
+    def client(self) -> Any:
+        """wandb."""
+        return self._wandb
 
     def close(self, whole: bool) -> None:
         """Finish the run."""
@@ -246,15 +250,9 @@ class Trackio(Tracker, TrackioCallback):
             except ValueError:  # there is no such project yet
                 taken = []
             name = _free_name(args.run_name, taken)
-        self._run = trackio.init(
-            project,
-            name,
-            config=self._config,
-            resume="allow" if self.found else "never",
-            space_id=args.trackio_space_id,
-            private=args.hub_private_repo,
-            embed=False,
-        )
+        where = {"space_id": args.trackio_space_id, "private": args.hub_private_repo, "embed": False}
+        resume = "allow" if self.found else "never"
+        self._run = trackio.init(project, name, config=self._config, resume=resume, **where)
         self._space_id = trackio.context_vars.current_space_id.get()
         self._initialized = self.begun = True
 
@@ -262,14 +260,10 @@ class Trackio(Tracker, TrackioCallback):
         """Project, name and configuration."""
         return {"project": self._run.project, "name": self._run.name, "config": self._config}
 
-    def table(self, name: str, rows: Rows, step: int) -> None:
-        """Log a trackio.Table."""
-        table = self._trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._trackio.log({name: table, "train/global_step": step})
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers."""
-        self._trackio.log({**values, "train/global_step": step})
+    @property
+    def client(self) -> Any:
+        """trackio."""
+        return self._trackio
 
     def close(self, whole: bool) -> None:
         """Write what is waiting, and end the run."""
@@ -342,15 +336,8 @@ def report(
 
 def _go_on(tracker: Any, folder: Path) -> None:
     """Open a run that has ended, without a model and without changing its configuration."""
-    args = SimpleNamespace(
-        output_dir=str(folder),
-        run_name=None,
-        tracker_project=None,
-        trackio_space_id=None,
-        hub_private_repo=None,
-        to_dict=dict,
-        to_json_string=lambda: "{}",
-    )
+    unknown = dict.fromkeys(("run_name", "tracker_project", "trackio_space_id", "hub_private_repo"))
+    args = SimpleNamespace(output_dir=str(folder), **unknown, to_dict=dict, to_json_string=lambda: "{}")
     if isinstance(tracker, TensorBoard):  # a second event file in the folder; nothing in the first is hidden
         tracker.logging_dir = str(folder / tracker.found["folder"])
         tracker.tb_writer = tracker._SummaryWriter(log_dir=tracker.logging_dir)
