@@ -73,11 +73,11 @@ class FailureDetector:
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
-        message = _read_line(connection)
-        if message is None:
+        end = _read_end(connection)
+        if end is None:
             self._fail(f"rank {rank} is gone, without a word (killed, or out of memory?)")
-        elif message.get("end") != _WELL:
-            self._fail(message["end"])
+        elif end != _WELL:
+            self._fail(end)
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -101,7 +101,7 @@ class FailureDetector:
     def _tell(self, end: str) -> None:
         for connection in self._connections.values():
             with suppress(OSError):
-                _write_line(connection, {"end": end})
+                connection.sendall(json.dumps({"end": end}).encode() + b"\n")
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -184,19 +184,8 @@ def _notice_lost_hosts(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _write_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _read_line(connection: socket.socket) -> dict[str, Any] | None:
-    """The next message; None if the other side is gone or sends something else."""
-    data = b""
-    with suppress(OSError, ValueError):
-        while not data.endswith(b"\n"):
-            part = connection.recv(1)
-            if not part or len(data) > _LONGEST:
-                return None
-            data += part
-        message = json.loads(data)
-        return message if isinstance(message, dict) else None
+def _read_end(connection: socket.socket) -> str | None:
+    """How the other side has ended; None if it is gone or sends something else."""
+    with suppress(OSError, ValueError, TypeError, KeyError), connection.makefile("rb") as messages:
+        return str(json.loads(messages.readline(_LONGEST))["end"])
     return None

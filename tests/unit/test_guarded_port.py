@@ -289,7 +289,7 @@ def test_a_message_without_an_end_is_none(monkeypatch):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"x" * 2000)
-        assert failure_detector._read_line(ours) is None
+        assert failure_detector._read_end(ours) is None
 
 
 if __name__ == "__main__":
