@@ -8,6 +8,7 @@ raised at once, so nothing hangs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ class OutOfStepError(RuntimeError):
     """Ranks have reached different places in the program. The message names them."""
 
 
+@dataclass(eq=False)
 class Ranks:
     """This process among the learner's ranks, and their collectives. Made without arguments, it is the only rank.
 
@@ -42,17 +44,11 @@ class Ranks:
         group: the process group of the collectives, between CPUs; None for one rank.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        count: int = 1,
-        local_rank: int = 0,
-        local_count: int = 1,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.rank, self.count = rank, count
-        self.local_rank, self.local_count = local_rank, local_count
-        self._group = group
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    local_count: int = 1
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -69,7 +65,7 @@ class Ranks:
             return
         mine = torch.frombuffer(bytearray(place.encode()[:_LETTERS].ljust(_LETTERS)), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.count)]
-        dist.all_gather(found, mine, group=self._group)
+        dist.all_gather(found, mine, group=self.group)
         for rank, theirs in enumerate(found):
             if not torch.equal(theirs, mine):
                 other = bytes(theirs.tolist()).decode(errors="replace").rstrip()
@@ -83,7 +79,7 @@ class Ranks:
             return compute()
         box: list[Any] = [compute() if self.is_main else None]
         self.barrier(place)
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def gather(self, place: str, value: T) -> list[T]:
@@ -92,7 +88,7 @@ class Ranks:
             return [value]
         self.barrier(place)
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def scatter(self, place: str, compute: Callable[[], Sequence[T]]) -> T:
@@ -121,26 +117,26 @@ class Ranks:
 
     def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
         """Send a tensor that lies on the CPU, while this rank goes on; what is returned waits until it has gone."""
-        work = dist.isend(tensor, rank, group=self._group)
+        work = dist.isend(tensor, rank, group=self.group)
         assert work is not None  # it is for ranks outside the group
         return work.wait
 
     def start_receiving(self, tensor: Tensor, rank: int) -> Callable[[], object]:
         """Receive a tensor as large as was sent, while this rank goes on; what is returned waits until it is there."""
-        work = dist.irecv(tensor, rank, group=self._group)
+        work = dist.irecv(tensor, rank, group=self.group)
         assert work is not None
         return work.wait
 
     def _send(self, value: object, rank: int) -> None:
         message = packed(value)
-        dist.send(torch.tensor([len(message)]), rank, group=self._group)
-        dist.send(message, rank, group=self._group)
+        dist.send(torch.tensor([len(message)]), rank, group=self.group)
+        dist.send(message, rank, group=self.group)
 
     def _receive(self, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.long)
-        dist.recv(size, rank, group=self._group)
+        dist.recv(size, rank, group=self.group)
         message = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(message, rank, group=self._group)
+        dist.recv(message, rank, group=self.group)
         return unpacked(message)
 
     def new_group(self) -> dist.ProcessGroup | None:

@@ -48,8 +48,4 @@ def unpacked(message: Tensor) -> Any:
 
 def _starts(head: int, lengths: list[int]) -> list[int]:
     """Where each array begins, and where the message ends."""
-    return list(accumulate([8 + head, *lengths], lambda start, length: _up(start + length), initial=0))[1:]
-
-
-def _up(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return list(accumulate([8 + head, *lengths], lambda at, n: -(-(at + n) // _ALIGNED) * _ALIGNED, initial=0))[1:]
