@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -199,8 +200,20 @@ def _reducing(head: nn.Module, reduce: Reduction, after: After, config: Any) -> 
     own, was_set = head.forward, "forward" in vars(head)
     seen: list[Tensor] = []
 
+    def numbers(states_CH: Tensor, part: slice) -> Tensor:
+        return reduce(after(own(states_CH).float()), part)
+
     def forward(states_NH: Tensor) -> Tensor:
-        return _reduced(head, own, states_NH, reduce, after, vocabulary, plain=not was_set)
+        parts, linear = _parts(len(states_NH), vocabulary, states_NH.device), not was_set and _is_linear(head)
+        if not linear and any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+            parts = [slice(0, len(states_NH))]  # ZeRO-3 gathers at every call: each rank has to make as many
+        if len(parts) == 1:
+            return numbers(states_NH, parts[0])
+        keep = KEPT_BYTES // 4 if torch.is_grad_enabled() else 0
+        if linear and isinstance(reduce, LogprobsAndEntropies):
+            return _Chunks.apply(states_NH, head.weight, head.bias, reduce, after, parts, keep)
+        each = partial(checkpoint, numbers, use_reentrant=False) if torch.is_grad_enabled() else numbers
+        return torch.cat([each(states_NH[part], part) for part in parts], dim=1)
 
     def put_aside(_module: nn.Module, _inputs: Any, numbers_KN: Tensor) -> Tensor:
         """After the hooks of sharding, which gather the weights for the numbers' gradient."""
@@ -232,36 +245,6 @@ def _parts(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
     count = max(1, -(-rows // size))
     size = -(-rows // count)
     return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), max(size, 1))]
-
-
-def _reduced(
-    head: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    states_NH: Tensor,
-    reduce: Reduction,
-    after: After,
-    vocabulary: int,
-    plain: bool,
-) -> Tensor:
-    parts = _parts(len(states_NH), vocabulary, states_NH.device)
-    linear = plain and _is_linear(head)
-    if not linear and any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
-        parts = [slice(0, len(states_NH))]  # ZeRO-3 gathers at every call: each rank has to make as many
-
-    def numbers(states_CH: Tensor, part: slice) -> Tensor:
-        return reduce(after(forward(states_CH).float()), part)
-
-    if len(parts) == 1:
-        return numbers(states_NH, parts[0])
-    if linear and isinstance(reduce, LogprobsAndEntropies):
-        weight, bias = head.weight, head.bias
-        keep = KEPT_BYTES // 4 if torch.is_grad_enabled() else 0
-        return _Chunks.apply(states_NH, weight, bias, reduce, after, parts, keep)
-    if torch.is_grad_enabled():
-        found = [checkpoint(numbers, states_NH[part], part, use_reentrant=False) for part in parts]
-    else:
-        found = [numbers(states_NH[part], part) for part in parts]
-    return torch.cat(found, dim=1)
 
 
 def _is_linear(head: nn.Module) -> bool:
@@ -305,8 +288,9 @@ class _Chunks(torch.autograd.Function):
         states_NH, weight, bias, targets_N = ctx.saved_tensors
         temperature, after, parts, autocast = ctx.rest
         states_sum_NH = torch.empty_like(states_NH) if ctx.needs_input_grad[0] else None
+        # Sums over chunks are float32 at least.
         weight_sum_VH, bias_sum_V = (
-            _zeros_for_sums(x) if needed else None
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if needed else None
             for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
         with torch.autocast(states_NH.device.type, enabled=False):
@@ -330,11 +314,6 @@ class _Chunks(torch.autograd.Function):
                 del slope_CV, scaled_CV, logprobs_CV
         weight_sum_VH, bias_sum_V = _like(weight_sum_VH, weight), _like(bias_sum_V, bias)
         return states_sum_NH, weight_sum_VH, bias_sum_V, None, None, None, None
-
-
-def _zeros_for_sums(parameter: Tensor) -> Tensor:
-    """Sums over chunks are float32 at least."""
-    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _like(total: Tensor | None, parameter: Tensor) -> Tensor | None:
