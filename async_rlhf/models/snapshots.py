@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -48,6 +48,7 @@ from async_rlhf.models.weights import (
     tensors_in,
 )
 
+Specs: TypeAlias = tuple[TensorSpec, ...]
 _WORD = 8
 _LOOK_SECONDS = 0.0005
 _ALIVE_SECONDS = 0.5
@@ -153,21 +154,10 @@ class SnapshotRing(Snapshots):
         slots: S + 1. The number of the newest version is stored before the first slot.
         memory: all slots, as uint8.
         fd: the file descriptor of the memory; -1 for none.
-        adapters_only: see iterate_weights.
-        dtype: see there.
     """
 
-    def __init__(
-        self,
-        specs: tuple[TensorSpec, ...],
-        slot_bytes: int,
-        slots: int,
-        memory: Tensor,
-        fd: int = -1,
-        adapters_only: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(dtype, slots, adapters_only)
+    def __init__(self, specs: Specs, slot_bytes: int, slots: int, memory: Tensor, fd: int = -1) -> None:
+        super().__init__(None, slots)
         self.specs, self.slot_bytes = specs, slot_bytes
         self.memory, self.fd = memory, fd
 
@@ -183,7 +173,8 @@ class SnapshotRing(Snapshots):
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
         memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
         memory[:8].view(torch.int64)[0] = -1
-        ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
+        ring = cls(specs, slot_bytes, slots, memory, fd)
+        ring.dtype, ring.adapters_only = dtype, adapters_only
         if fd >= 0 and _leaves_a_gpu(model, parallel):
             ring.pin(memory)
         return ring
@@ -459,14 +450,12 @@ def _path(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _attach(specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
+def _attach(specs: Specs, slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
     own = fd.detach()
     return SnapshotRing(specs, slot_bytes, slots, mapped(own), own)
 
 
-def _attach_device(
-    specs: tuple[TensorSpec, ...], slot_bytes: int, slots: int, rebuild: Any, arguments: tuple[Any, ...]
-) -> DeviceRing:
+def _attach_device(specs: Specs, slot_bytes: int, slots: int, rebuild: Any, arguments: tuple[Any, ...]) -> DeviceRing:
     if rebuild is rebuild_cuda_tensor and arguments[_DEVICE] >= torch.cuda.device_count():
         # This process sees only its own GPU, as the first.
         arguments = (*arguments[:_DEVICE], 0, *arguments[_DEVICE + 1 :])

@@ -166,7 +166,6 @@ def layout(
     model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel = ALONE
 ) -> tuple[tuple[TensorSpec, ...], int]:
     """The places of a snapshot's tensors within a slot, and the bytes of a slot. Needs no other rank."""
-    specs, offset = [], 0
     buffers = dict(model.named_buffers())
     # Merging an adapter keeps the shape of the weight below it, which comes first.
     sizes: list[tuple[str, Tensor, torch.Size]] = []
@@ -174,20 +173,19 @@ def layout(
         like = like_numbers(own[0])
         sizes.append((name, like, parallel.shape_of(own[0]) if like is own[0] else like.shape))
     sizes += [(name, buffer, buffer.shape) for name, buffer in saved_buffers(model) if not adapters_only]
-    for name, tensor, shape in sizes:
-        kept = kept_dtype(name, tensor, buffers, dtype)
-        specs.append(TensorSpec(name, tuple(shape), kept, offset))
-        size = shape.numel() * kept.itemsize
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
-    return tuple(specs), offset
+    return _specs((name, shape, kept_dtype(name, tensor, buffers, dtype)) for name, tensor, shape in sizes)
 
 
 def region_for(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSpec, ...], int]:
     """The places of these tensors in a region, and its bytes."""
+    return _specs((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+
+
+def _specs(sizes: Iterable[tuple[str, torch.Size, torch.dtype]]) -> tuple[tuple[TensorSpec, ...], int]:
     specs, offset = [], 0
-    for name, tensor in tensors.items():
-        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset))
-        offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    for name, shape, dtype in sizes:
+        specs.append(TensorSpec(name, tuple(shape), dtype, offset))
+        offset += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return tuple(specs), offset
 
 
