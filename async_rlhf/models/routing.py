@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.models.loading import from_pretrained
+from async_rlhf.models.context_length import config_of
 from async_rlhf.types import RouteShape
 
 ROUTES = "expert_routes"
@@ -48,15 +47,9 @@ def require_routers(model: PreTrainedModel | str, trust: bool = False, key: str 
     Raises:
         ConfigError: it has no experts, or is of another kind.
     """
-    if isinstance(model, str):
-        try:
-            config = from_pretrained(AutoConfig, model, "model", trust)
-        except ConfigError:
-            raise
-        except (OSError, ValueError):  # such as a folder of adapters: the learner looks at what is loaded
-            return
-    else:
-        config = model.config
+    config = config_of("model", model, trust)
+    if config is None:  # such as a folder of adapters: the learner looks at what is loaded
+        return
     kind = config.get_text_config().model_type
     right = f"must be false: the model is of type {kind!r}, and the experts of {', '.join(ROUTERS)} alone are known"
     require(kind in ROUTERS, key, True, right)
