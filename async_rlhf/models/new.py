@@ -22,7 +22,8 @@ from transformers import (
 from async_rlhf.config import NewModelConfig
 from async_rlhf.models.loading import disable_dropout
 
-_LIKE_LLAMA: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+_KINDS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -50,27 +51,19 @@ def new_language_model(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase,
         "pad_token_id": tokenizer.pad_token_id,
         "attention_dropout": 0.0,
     }
+    own: dict[str, Any] = {
+        "num_key_value_heads": size.num_heads,
+        "head_dim": size.hidden_size // size.num_heads,
+        # Three matrices instead of two: 8/3 of the width gives as many weights as 4 would.
+        "intermediate_size": 8 * -(-size.hidden_size // 3),
+    }
+    if size.architecture == "gpt_neox":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+        own = {"intermediate_size": 4 * size.hidden_size, "rope_parameters": rope, "hidden_dropout": 0.0}
+    config, model = _KINDS[size.architecture]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if size.architecture == "gpt_neox":
-            return GPTNeoXForCausalLM(
-                GPTNeoXConfig(
-                    **heads,
-                    intermediate_size=4 * size.hidden_size,
-                    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-                    hidden_dropout=0.0,
-                )
-            )
-        config, model = _LIKE_LLAMA[size.architecture]
-        return model(
-            config(
-                **heads,
-                num_key_value_heads=size.num_heads,
-                head_dim=size.hidden_size // size.num_heads,
-                # Three matrices instead of two: 8/3 of the width gives as many weights as 4 would.
-                intermediate_size=8 * -(-size.hidden_size // 3),
-            )
-        )
+        return model(config(**heads, **own))
 
 
 def embed_added_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
