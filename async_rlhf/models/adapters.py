@@ -35,7 +35,10 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
     Raises:
         ConfigError: peft is not installed, or the model has none of the modules.
     """
-    peft = _peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("lora.rank: needs peft; pip install 'async-rlhf[peft]'") from error
     modules = list(config.target_modules) or "all-linear"
     options: dict[str, Any] = {
         "r": config.rank,
@@ -142,19 +145,16 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every parameter below the adapters, under its name without them."""
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            yield name.replace(".base_layer.", "."), numbers(parameter)
-
-
 def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write the model below the adapters in the format of transformers, parameters rounded to ``dtype``."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in base_parameters(model)}
+    tensors = {
+        name.replace(".base_layer.", "."): numbers(parameter).to(dtype).cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name)
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = unquantised(model)
     config.architectures = [type(model).__name__]  # the configuration of a model made from one lacks the model's class
@@ -203,11 +203,3 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("lora.rank: needs peft; pip install 'async-rlhf[peft]'") from error
-    return peft

@@ -19,7 +19,9 @@ from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights, saved_buffers
 
 Write = Callable[[Path], None]
-WriteWith = Callable[[Path, Iterable[tuple[str, Tensor]]], None]
+Named = Iterable[tuple[str, Tensor]]
+Tensors = dict[str, Tensor]
+WriteWith = Callable[[Path, Named], None]
 
 
 class ModelCopies:
@@ -59,9 +61,8 @@ class ModelCopies:
         """
         model, parallel = self._model, self._parallel
         if self.in_shards:
-            return partial(
-                self._write, {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}, None
-            )
+            buffers = {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}
+            return partial(self._write, buffers, None)
         changed = has_adapters(model) or parallel.is_sharded  # the files then hold other tensors than this rank
         adapters = None
         if has_adapters(model) and isinstance(model, PreTrainedModel) and model.can_generate():
@@ -69,13 +70,7 @@ class ModelCopies:
         whole = collected_weights(model, False, parallel, copied=True, on_device={} if changed else on_device)
         return partial(self._write, whole, adapters)
 
-    def _write(
-        self,
-        whole: dict[str, Tensor],
-        adapters: dict[str, Tensor] | None,
-        folder: Path,
-        parameters: Iterable[tuple[str, Tensor]],
-    ) -> None:
+    def _write(self, whole: Tensors, adapters: Tensors | None, folder: Path, parameters: Named) -> None:
         tensors = chain(parameters, whole.items())
         if self._plain is None:
             folder.mkdir(parents=True, exist_ok=True)
