@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import ConfigError, require
 from async_rlhf.distributed.parallel import Parallel, trainable
+from async_rlhf.models.quantised import require_bitsandbytes
 
 Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, LRScheduler | None]
 Groups: TypeAlias = list[dict[str, Any]]
@@ -45,9 +45,7 @@ def require_optimizer(config: OnlineConfig, parallel: Parallel, own: torch.optim
     """
     name = config.optimizer
     require(name == "adamw" or own is None, "optimizer", name, "must be left out with an optimiser in optimizers")
-    if name.endswith("_8bit"):
-        right = "needs bitsandbytes: pip install 'async-rlhf[quantized]'"
-        require(importlib.util.find_spec("bitsandbytes") is not None, "optimizer", name, right)
+    require_bitsandbytes(name if name.endswith("_8bit") else None, "optimizer")
     right = 'must be "adamw" but on one rank or with parallel.strategy "ddp"'
     require(name == "adamw" or parallel.takes_optimizers, "optimizer", name, right)
 

@@ -17,14 +17,14 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from async_rlhf.config.base import require
 
 
-def require_bitsandbytes(bits: int | None, key: str = "reward_model_bits") -> None:
-    """Require what :func:`quantised` needs; to be called before anything is loaded.
+def require_bitsandbytes(value: int | str | None, key: str = "reward_model_bits") -> None:
+    """Require what a key needs unless it is null; to be called before anything is loaded.
 
     Raises:
         ConfigError: says how to install it.
     """
     right = "needs bitsandbytes: pip install 'async-rlhf[quantized]'"
-    require(bits is None or find_spec("bitsandbytes") is not None, key, bits, right)
+    require(value is None or find_spec("bitsandbytes") is not None, key, value, right)
 
 
 def quantised(bits: int, dtype: torch.dtype, kept: list[str] | None) -> BitsAndBytesConfig:

@@ -265,7 +265,7 @@ def test_an_optimiser_that_cannot_be_is_refused_before_any_model_is_loaded(token
         trainer.train()
 
     monkeypatch.setattr("async_rlhf.run.build.with_prompt_cap", lambda config, _: config)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("async_rlhf.models.quantised.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"optimizer: got 'adamw_8bit'; needs bitsandbytes: .*async-rlhf\[quantized\]"
     ):
