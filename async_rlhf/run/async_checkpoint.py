@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,35 +64,16 @@ class ShardedSaves:
             then: called on rank 0 when the checkpoint is whole.
         """
         assert self._thread is None, "a save is under way"
-        ranks = self._run.ranks
+        ranks, is_main = self._run.ranks, self._run.ranks.is_main
         with ExitStack() as stack:
-            made = [stack.enter_context(appearing(path))] if ranks.is_main else []
+            made = [stack.enter_context(appearing(path))] if is_main else []
             for part in now if made else ():
                 part(made[0])
             folder = ranks.broadcast("folder of a checkpoint", lambda: made[0])
             state: Any = self._stager.stage(own_state(self._run.learner))
             models = {place: self._copy(place, state) for place in self._models}
-            self._path, self._batch = path, batch
-            work = partial(self._write, state, models, folder, stack.pop_all(), later if ranks.is_main else (), then)
-        self._thread = threading.Thread(target=work, name=f"saving {path.name}", daemon=True)
-        self._thread.start()
-
-    def _copy(self, place: str, state: Mapping[str, Tensor]) -> WriteWith:
-        prefix, copies = self._models[place]
-        name = f"{WEIGHT}{prefix}"
-        return copies.take({key.removeprefix(name): tensor for key, tensor in state.items() if key.startswith(name)})
-
-    def _write(
-        self,
-        state: Mapping[str, Tensor],
-        models: Mapping[str, WriteWith],
-        folder: Path,
-        stack: ExitStack,
-        later: Sequence[Write],
-        then: Callable[[], None],
-    ) -> None:
-        """The thread."""
-        shards, is_main = folder / "resume" / SHARDS, self._run.ranks.is_main
+            self._path, self._batch, whole = path, batch, stack.pop_all()
+        shards = folder / "resume" / SHARDS
 
         def write_models(in_shards: bool) -> None:
             for place, write in models.items():
@@ -103,7 +83,7 @@ class ShardedSaves:
 
         def write_rest() -> None:
             write_models(in_shards=False)
-            for part in later:
+            for part in later if is_main else ():
                 part(folder)
 
         def commit(digests: Mapping[str, str]) -> None:
@@ -111,15 +91,24 @@ class ShardedSaves:
             write_models(in_shards=True)
             self._run.require_folder()
             seal(folder, {str(Path("resume", SHARDS, name)): digest for name, digest in digests.items()})
-            stack.close()
+            whole.close()
 
-        try:
-            with stack:  # if anything fails, nothing is left of the folder
-                write_shards(state, shards, self._group, write_rest, commit)
-            if is_main:
-                then()
-        except BaseException as error:  # of any kind: it is raised where the run next asks
-            self._failure = error
+        def work() -> None:
+            try:
+                with whole:  # if anything fails, nothing is left of the folder
+                    write_shards(state, shards, self._group, write_rest, commit)
+                if is_main:
+                    then()
+            except BaseException as error:  # of any kind: it is raised where the run next asks
+                self._failure = error
+
+        self._thread = threading.Thread(target=work, name=f"saving {path.name}", daemon=True)
+        self._thread.start()
+
+    def _copy(self, place: str, state: Mapping[str, Tensor]) -> WriteWith:
+        prefix, copies = self._models[place]
+        name = f"{WEIGHT}{prefix}"
+        return copies.take({key.removeprefix(name): tensor for key, tensor in state.items() if key.startswith(name)})
 
     def finished(self, wait: bool = False) -> int | None:
         """The batch of a checkpoint that has become whole since the last call, if one has.

@@ -61,7 +61,7 @@ def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
         folder: its path.
         known: checksums of files that others have written, by the paths within the folder.
     """
-    names = {str(path.relative_to(folder)): path for path in _files(folder)}
+    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files = {name: (known or {}).get(name) or digest_of(path) for name, path in names.items()}
     (folder / _MANIFEST).write_text(json.dumps(files, indent=1, sort_keys=True), encoding="utf-8")
 
@@ -136,10 +136,6 @@ def delete_whole(folder: Path) -> None:
             path.unlink()
     listing.unlink(missing_ok=True)
     folder.rmdir()
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def digest_of(path: Path) -> str:

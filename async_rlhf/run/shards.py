@@ -76,11 +76,8 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def make_stager(device: torch.device) -> DefaultStager:
     """What copies tensors to the host's memory, through pinned memory from a GPU. It keeps that memory for the next."""
     pinned = device.type == "cuda"
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
-        )
-    )
+    options = {"use_pinned_memory": pinned, "use_non_blocking_copy": pinned}
+    return DefaultStager(StagingOptions(**options, use_shared_memory=False, use_async_staging=False))
 
 
 def write_shards(
@@ -130,20 +127,17 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
         with naming(self._folder):
             data = {**plan.storage_data, "fqn_to_index_mapping": _files(plan)}
             written = super().write_data(replace(plan, storage_data=data), planner).value()
-            names = {result.storage_data.relative_path for result in written}
-            digests = {name: digest_of(self._folder / name) for name in names}
+            names = [result.storage_data.relative_path for result in written]
+            digests = {name: digest_of(self._folder / name) for name in set(names)}
         self._beside()
         done: Future[list[WriteResult]] = Future()
-        done.set_result([replace(r, storage_data=_digest_in(r.storage_data, digests)) for r in written])
+        named = zip(written, names, strict=True)
+        done.set_result([replace(result, storage_data=(name, digests[name])) for result, name in named])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All ranks have written their files. On rank 0."""
         self._commit(dict(result.storage_data for part in results for result in part))
-
-
-def _digest_in(place: Any, digests: Mapping[str, str]) -> tuple[str, str]:
-    return place.relative_path, digests[place.relative_path]
 
 
 def _files(plan: SavePlan) -> dict[str, int]:
