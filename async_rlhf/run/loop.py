@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,15 @@ _WAIT = 0.2
 """Seconds between two looks for labels."""
 TABLE_ROWS = 200
 """Rows of an evaluation that trackers show; all are in a file of the run."""
+
+
+def write_learner(run: Training, folder: Path, dtype: torch.dtype | None, more: Sequence[Write] = ()) -> None:
+    """Write the policy, and what ``more`` writes, as one folder. All ranks gather weights; rank 0 writes."""
+    policy = partial(save_learner, run.learner, run.tokenizer, dtype=dtype)
+    if run.ranks.is_main:
+        write_whole(folder, [policy, *more])
+    else:
+        policy(folder)
 
 
 @dataclass(frozen=True)
@@ -99,12 +108,8 @@ class Loop:
         run = self.run
         self._finish_save(wait=True)
         run.require_folder()
-        policy = partial(save_learner, run.learner, run.tokenizer, dtype=dtype)
-        if run.ranks.is_main:
-            more = [] if resume is None else [resume.write]
-            write_whole(folder, [policy, run.callbacks.save_state, *self._beside, *more])
-        else:
-            policy(folder)
+        more = [] if resume is None else [resume.write]
+        write_learner(run, folder, dtype, [run.callbacks.save_state, *self._beside, *more])
 
     def save(self) -> None:
         """Write a checkpoint from which the run can resume bit for bit, and delete old ones."""
@@ -117,23 +122,17 @@ class Loop:
                 run.callbacks.note_best(path, self._evaluating)
             resume = self._resume_state(state.global_step)
             delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
-            if self.saves is not None:
-                self._start_save(self.saves, path, resume, delete_old)
+            if self.saves is not None:  # all that goes into a checkpoint is copied, and written beside training
+                run.require_folder()
+                now = [] if resume is None else [run.callbacks.save_state, *self._beside, resume.write_state]
+                self.saves.start(
+                    path, state.global_step, now, [] if resume is None else [resume.write_ahead], delete_old
+                )
                 return
             self._write(path, resume)
             if run.ranks.is_main:
                 delete_old()
         run.callbacks.saved(state.global_step)
-
-    def _start_save(
-        self, saves: ShardedSaves, path: Path, resume: ResumeState | None, then: Callable[[], None]
-    ) -> None:
-        """Copy all that goes into a checkpoint; it is written beside training."""
-        run = self.run
-        run.require_folder()
-        now = [] if resume is None else [run.callbacks.save_state, *self._beside, resume.write_state]
-        later = [] if resume is None else [resume.write_ahead]
-        saves.start(path, run.callbacks.state.global_step, now, later, then)
 
     def _finish_save(self, wait: bool = False) -> None:
         """Say it to the callbacks if a sharded checkpoint has become whole, and raise the error if it could not."""

@@ -31,14 +31,12 @@ from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Inputs, Model, Run, Start, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
-from async_rlhf.run.checkpoint import save_learner
 from async_rlhf.run.factory import make_generator
 from async_rlhf.run.feedback import Feedback, read_labels
 from async_rlhf.run.folder import FEEDBACK, FINAL, METRICS, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
-from async_rlhf.run.loop import TrainingLoop
-from async_rlhf.run.manifest import write_whole
+from async_rlhf.run.loop import TrainingLoop, write_learner
 from async_rlhf.run.parting import Watch
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
@@ -203,12 +201,9 @@ class OnlineTrainer:
         """
         run = self.run
         folder = run.folder.path / FINAL if output_dir is None else Path(output_dir).expanduser()
-        policy = partial(save_learner, run.learner, run.tokenizer, dtype=getattr(torch, run.config.export_dtype))
         if run.ranks.is_main:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(folder, [policy])
-        else:
-            policy(folder)
+        write_learner(run, folder, getattr(torch, run.config.export_dtype))
         return folder
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
