@@ -90,18 +90,17 @@ def make_scorer(
     apart: bool = False,
 ) -> Scorer:
     """Make the scorer; with several ranks, only rank 0 has actors, or a reward model that computes ``apart``."""
+    rest = reward_funcs, prompt_field, parallel
     if config.ray.reward_workers and parallel.ranks.is_main:
         from async_rlhf.rewards.ray import RayScorer
 
-        return RayScorer(tokenizer, config, reward_model, reward_funcs, prompt_field, parallel)
-    here = not apart and not config.ray.reward_workers
-    if reward_model is not None and apart and parallel.ranks.is_main:
-        model = _at_work(reward_model, config, ALONE)
-        return ApartScorer(tokenizer, config, model, reward_funcs, prompt_field, parallel)
-    if reward_model is None or not here:
-        return Scorer(tokenizer, config, None, reward_funcs, prompt_field, parallel)
-    model = _at_work(reward_model, config, parallel)
-    return Scorer(tokenizer, config, model, reward_funcs, prompt_field, parallel, _sharing(model, config, parallel))
+        return RayScorer(tokenizer, config, reward_model, *rest)
+    if reward_model is None or config.ray.reward_workers or (apart and not parallel.ranks.is_main):
+        return Scorer(tokenizer, config, None, *rest)
+    model = _at_work(reward_model, config, ALONE if apart else parallel)
+    if apart:
+        return ApartScorer(tokenizer, config, model, *rest)
+    return Scorer(tokenizer, config, model, *rest, _sharing(model, config, parallel))
 
 
 def _sharing(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> ContextGroup:
