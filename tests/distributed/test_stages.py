@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_stage_goes_on_exactly(tmp
     """The same command twice; the second is killed after a checkpoint, and resumed."""
     stages.write_inputs(tmp_path)
     log = tmp_path / "log"
-    words = [*trained("sft", 1, "fsdp"), "--save_steps=10", "--num_epochs=40"]
+    words = [*trained("sft", 1, "fsdp"), "--save_steps=10", "--num_epochs=15"]
     whole, cut = [*words, "--output_dir=whole"], [*words, "--output_dir=cut"]
     options = ["--nproc-per-node=2", f"--master-port={free_port()}"]
     with pytest.MonkeyPatch.context() as patch:
