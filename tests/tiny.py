@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +51,11 @@ def rare(*values: object) -> Any:
 def rare_unless(kept: Callable[[int], bool], cases: Iterable[Sequence[object]]) -> list[Any]:
     """The values of a test's parameters. Those whose number is not kept are breadth, for ``make test-rare``."""
     return [pytest.param(*case) if kept(i) else rare(*case) for i, case in enumerate(cases)]
+
+
+def json_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

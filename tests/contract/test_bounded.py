@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_worker import run_slow_worker
-from tiny import count_letters, rare
+from tiny import count_letters, json_rows, rare
 from transformers import TrainerCallback
 
 from async_rlhf.config import ConfigError
@@ -32,7 +32,7 @@ def run(make_policy, tokenizer, prompts, args, algorithm="online_dpo", reward=co
         policy, args, prompts, reward_funcs=reward, processing_class=tokenizer, callbacks=list(callbacks)
     ).train()
     folder = Path(args.output_dir)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(folder / "metrics.jsonl")
     metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
     return policy.state_dict(), metrics, (folder / "samples.jsonl").read_text()
 

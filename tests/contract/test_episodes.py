@@ -18,7 +18,7 @@ from checked_episodes import check_episode, models_of, watch
 from environments import Echo, Greeting, Sleepy, forget
 from faulty_worker import run_slow_worker
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
-from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare, rare_unless
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, json_rows, new_args, new_policy, rare, rare_unless
 
 from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.rerun import ReplayDiffersError
@@ -193,7 +193,7 @@ def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, sta
     """By what it said, which is in the run's folder; in evaluations too."""
     run_train(as_command(tmp_path, "Fickle", staleness=staleness, eval_steps=2))
     run = tmp_path / "run"
-    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    episodes = json_rows(run / "episodes.jsonl")
     assert sum(row["evaluated"] is None for row in episodes) == 24 * 2
     assert sum(row["evaluated"] is not None for row in episodes) == 20 * 2
     assert len({row["metrics"].get("number") for row in episodes}) > 10
@@ -225,7 +225,7 @@ def test_a_run_with_conversations_is_replayed_and_explained(tmp_path):
 def test_samples_have_conversations_and_the_rewards_of_their_turns(tmp_path):
     config = as_command(tmp_path, "Greeting", num_samples_logged=100)
     run_train(config)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    rows = json_rows(tmp_path / "run" / "samples.jsonl")
     assert len(rows) == 24 * 2
     for row in rows:
         assert row["messages"][0] == {"role": "user", "content": "hello "}

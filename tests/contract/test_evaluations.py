@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import StopAfter, count_letters, rare
+from tiny import StopAfter, count_letters, json_rows, rare
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -63,7 +63,7 @@ def train(make_policy, tokenizer, prompts, args, held=HELD, callbacks=(), reward
 
 
 def lines(args: OnlineConfig, name: str) -> list[dict]:
-    rows = [json.loads(line) for line in Path(args.output_dir, name).read_text().splitlines()]
+    rows = json_rows(Path(args.output_dir, name))
     return [{k: v for k, v in r.items() if not k.startswith(("time/", "eval_time/")) and k != "eps"} for r in rows]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy, rare
+from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, rare
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.cli import main
@@ -141,7 +141,7 @@ def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):
 def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
     run = train(save_steps=2)
     path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = json_rows(path)
     true = lines[3]["loss/policy_avg"]
     lines[3]["loss/policy_avg"] = true + 1e-7
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -228,7 +228,7 @@ def step(run: Path, batch: int) -> torch.Tensor:
 def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, algorithm, staleness):
     how = {"algorithm": algorithm, "staleness": staleness, "save_steps": 1, "num_samples_logged": 100}
     run = train(**how)
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = json_rows(run / "samples.jsonl")
     texts, here = [row["completion"] for row in samples], [row for row in samples if row["batch"] == 3]
     lower = [n for n, row in enumerate(here, start=1) if row["score"] < here[(n - 1) ^ 1]["score"]]  # the rejected one
     number = next(n for n in lower if texts.count(here[n - 1]["completion"]) == 1 and n > 4)
@@ -253,7 +253,7 @@ def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, 
     assert told["changes"] == [{"completion": number, "was": was, "is": pytest.approx(was + 20.5)}]
     assert told["completions_differ_from"] == 4 + staleness
     assert [each["batch"] for each in told["batches"]] == [3, 4, 5, 6]
-    theirs = [json.loads(line) for line in (other / "samples.jsonl").read_text().splitlines()]
+    theirs = json_rows(other / "samples.jsonl")
     for each in told["batches"]:
         batch = each["batch"]
         for name, key in (("score", "objective/scores"), ("kl", "objective/kl")):
@@ -272,7 +272,7 @@ def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, 
 
 def test_with_the_same_score_it_is_the_run_bit_for_bit(train, tmp_path):
     run = train(algorithm="rloo", staleness=1, save_steps=1, num_samples_logged=100)
-    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    rows = json_rows(run / "samples.jsonl")
     scores = [row["score"] for row in rows if row["batch"] == 2]
     same_scores = {1: scores[0], 4: scores[3]}
     plain, other = (

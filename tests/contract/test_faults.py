@@ -26,7 +26,7 @@ import pytest
 import torch
 from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker, run_stillborn_worker
 from forked import be_script, start_forked
-from tiny import count_letters, rare
+from tiny import count_letters, json_rows, rare
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
@@ -271,7 +271,7 @@ def test_a_generator_with_wrong_weights_is_caught_in_the_first_batch(
     args = make_args(staleness=1, generation={"probe_steps": 1})
     with pytest.raises(GeneratorError, match=named):
         trainer_for(make_policy, tokenizer, prompts, args).train()
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
     assert [line["batch"] for line in lines] == [1, 2]
     assert all(line["weights/probe_difference"] < 1e-5 for line in lines)
     assert generator_pids() == set()
@@ -428,7 +428,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_policy, tokenizer, pr
 def test_the_probe_is_logged_as_often_as_it_is_made(make_policy, tokenizer, prompts, make_args):
     args = make_args(staleness=1, generation={"probe_steps": 2}, bf16=True)
     trainer_for(make_policy, tokenizer, prompts, args).train()
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
     probed = [line["schedule/version"] for line in lines if "weights/probe_difference" in line]
     assert probed == [0, 0, 2, 4]
 
@@ -617,7 +617,7 @@ def test_sigterm_saves_and_the_run_can_be_resumed(started):
     longer = [*command, "--resume", f"--train.total_episodes={4 * (trained + 2)}", "--train.save_steps=1000"]
     done = subprocess.run(longer, capture_output=True, text=True, timeout=180, check=True)
     assert f"resuming after batch {trained}" in done.stderr
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(out / "metrics.jsonl")
     assert [row["batch"] for row in rows] == list(range(1, trained + 3))
 
 
@@ -644,7 +644,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(started):
     errors = third.communicate(timeout=60)[1]
     assert third.returncode == 0, errors
     assert trained > 2
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(out / "metrics.jsonl")
     assert [row["batch"] for row in rows] == list(range(1, len(rows) + 1))
     assert not (out / ".run.lock").exists()
 

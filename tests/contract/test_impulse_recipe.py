@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import PROMPTS, byte_tokenizer, new_policy
+from tiny import PROMPTS, byte_tokenizer, json_rows, new_policy
 
 from async_rlhf.models.saving import write_model
 
@@ -108,7 +108,7 @@ def test_every_batch_has_branches_that_end_in_time():
 
 def test_the_probability_of_an_answer_is_the_model_s(study):
     trainer = impulse.make_trainer(study.config("base", {}))
-    rows = [json.loads(line) for line in study.held_out.read_text().splitlines()]
+    rows = json_rows(study.held_out)
     found = []
     for row in rows:
         tokens = [*byte_tokenizer()(row["query"] + " ab")["input_ids"], 256]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from annotators import Annotator, late, more_letters, open_questions, random_times
 from forked import fork_the_fork_server, start_forked
-from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, json_rows, new_args, new_policy, rare
 from transformers import TrainerCallback
 
 from async_rlhf.algorithms.table import find
@@ -50,7 +50,7 @@ def train(make_policy, tokenizer, prompts, args, callbacks=(), **more):
 
 
 def rows_of(args, name: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(args.output_dir) / name).read_text().splitlines()]
+    return json_rows(Path(args.output_dir) / name)
 
 
 def metrics_of(args) -> list[dict]:

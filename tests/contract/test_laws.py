@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from slow_curriculum import drawn as slow_draws
-from tiny import StopAfter, count_letters, rare_unless
+from tiny import StopAfter, count_letters, json_rows, rare_unless
 
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
@@ -206,7 +206,7 @@ def test_every_token_has_the_version_that_the_schedule_says(make_policy, tokeniz
     run_trainer(make_policy, tokenizer, prompts, args)
     expected = {b: max(0, b - 1 - staleness) for b in range(1, 7)}
     assert [(m["batch"], m["schedule/version"]) for m in metrics_of(args)] == list(expected.items())
-    samples = [json.loads(line) for line in (Path(args.output_dir) / "samples.jsonl").read_text().splitlines()]
+    samples = json_rows(Path(args.output_dir) / "samples.jsonl")
     assert {(s["batch"], s["version"]) for s in samples} == set(expected.items())
     assert len(samples) == 48 * 2
     assert [s["draw"] for s in samples] == [n for n in range(48) for _ in range(2)]  # none skipped, none repeated

@@ -14,7 +14,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
-from tiny import count_letters
+from tiny import count_letters, json_rows
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer
@@ -100,7 +100,7 @@ def test_a_second_trainer_of_the_same_process_does_not_train_meanwhile(make, mak
 
     make(args, At(2, compete)).train()
     assert len(errors) == 1
-    rows = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(Path(args.output_dir) / "metrics.jsonl")
     assert [row["batch"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 
@@ -307,7 +307,7 @@ def test_links_are_read_but_never_deleted_through(make, make_args, tmp_path):
     assert state.global_step == whole.global_step
     assert (folder / "checkpoint-4").is_symlink()
     assert files_in(moved) == before
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(folder / "metrics.jsonl")
     assert [row["batch"] for row in rows] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ConfigError, match="holds 'checkpoint-4', which would have to be deleted"):
         make(make_args(overwrite_output_dir=True))
@@ -336,7 +336,7 @@ def test_resuming_from_a_link_within_the_folder_to_another_run(make, make_args):
     assert files_in(second) == before
     (first / "latest").symlink_to("checkpoint-2")  # and a link to one's own is one's own
     make(make_args("first", save_steps=2, resume_from=str(first / "latest"))).train()
-    rows = [json.loads(line) for line in (first / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(first / "metrics.jsonl")
     assert [row["batch"] for row in rows] == [1, 2, 3, 4, 5, 6]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rated_sentences import rating, sentences, write
+from tiny import json_rows
 
 from async_rlhf.cli import main
 from async_rlhf.config import ConfigError
@@ -44,7 +45,7 @@ def test_the_page_from_a_file_of_ratings_to_a_better_policy(tmp_path, monkeypatc
     held = hold_out(rows, 0.1, "train")[1]
     assert reward["eval_rows"] == results("runs/evaluation/evaluation.json")["prompts"] == len(held)
 
-    answers = [json.loads(line) for line in Path("runs/evaluation/samples.jsonl").read_text().splitlines()]
+    answers = json_rows(Path("runs/evaluation/samples.jsonl"))
     assert {answer["query"] for answer in answers} == {row["query"] for row in held}
     # Not by a reward model, but by what the sentences really deserve.
     deserved = {

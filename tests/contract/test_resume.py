@@ -15,7 +15,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from tiny import StopAfter, count_letters, rare_unless
+from tiny import StopAfter, count_letters, json_rows, rare_unless
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -82,7 +82,7 @@ def run(make_policy, tokenizer, prompts, args, name="online_dpo", callbacks=(), 
 
 def logs_of(args):
     folder = Path(args.output_dir)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(folder / "metrics.jsonl")
     metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
     return metrics, (folder / "samples.jsonl").read_text().splitlines()
 

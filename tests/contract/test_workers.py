@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ import pytest
 import torch
 from environments import Echo
 from faulty_worker import run_slow_worker
-from tiny import After, count_letters, rare
+from tiny import After, count_letters, json_rows, rare
 
 from async_rlhf.config import ConfigError
 from async_rlhf.generation import process
@@ -57,7 +56,7 @@ def train(generators, make_policy, tokenizer, prompts, make_args):
         policy = make_policy()
         OnlineTrainer(policy, args, prompts, processing_class=tokenizer, callbacks=list(callbacks), **judged).train()
         folder = Path(args.output_dir)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = json_rows(folder / "metrics.jsonl")
         assert all(0 <= row["time/generate_idle_share"] < 1 for row in rows)
         metrics = [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
         return policy.state_dict(), metrics, (folder / "samples.jsonl").read_text()

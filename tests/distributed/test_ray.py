@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from environments import Echo
-from tiny import count_letters
+from tiny import count_letters, json_rows
 from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer
@@ -139,7 +139,7 @@ def without_clock(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def outcome(trainer: OnlineDPOTrainer):
     folder = Path(trainer.args.output_dir)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = json_rows(folder / "metrics.jsonl")
     weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     return weights, without_clock(metrics), (folder / "samples.jsonl").read_text()
 
@@ -634,7 +634,7 @@ def test_a_learner_on_two_ranks_under_torchrun_has_its_actors_too(command, make_
     spread = {"per_device_train_batch_size": 4, "parallel": {"strategy": "fsdp"}, "ray": {"labels": ACTORS}}
     process = command("ranks", *torchrun, **smooth, **spread)
     assert process.wait(timeout=180) == 0, folder.with_name("ranks.log").read_text()
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = json_rows(folder / "metrics.jsonl")
     assert len(metrics) == len(expected) == 6
     for ours, theirs in zip(metrics, expected, strict=True):
         for name in ("schedule/version", "objective/scores", "objective/kl", "loss/policy_avg", "grad_norm"):

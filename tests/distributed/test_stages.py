@@ -12,7 +12,7 @@ import stages
 import torch
 from launching import SCRIPT, chosen, family, finish, free_port, kill_all, left_of, process_of, start_ranks
 from safetensors.torch import load_file
-from tiny import rare_unless
+from tiny import json_rows, rare_unless
 
 from async_rlhf.cli import _run
 from async_rlhf.learner.learner import Learner
@@ -114,7 +114,7 @@ def started(folder: Path, commands: list[list[str]], timeout: float) -> str:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return json_rows(path)
 
 
 @pytest.mark.parametrize(("name", "strategy"), rare_unless(lambda i: TRIED[i] not in SELDOM, TRIED))

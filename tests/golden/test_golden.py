@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import count_letters
+from tiny import count_letters, json_rows
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
@@ -86,7 +86,7 @@ def test_losses_do_not_move(request, make_policy, make_reward_model, tokenizer, 
         algorithm=find(algorithm),
     )
     trainer.train()
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
     found = {key: [line[key] for line in lines] for key in KEYS if key in lines[0]}
     compare(request, f"{name}_staleness_{staleness}", found, rel=2e-3, abs=2e-5)
 
@@ -136,7 +136,7 @@ def test_losses_of_stages_do_not_move(request, tmp_path, make_policy, tokenizer,
     }
     values |= {**common, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, **changes}
     results = run_sft(SFTConfig(**values)) if name.startswith("sft") else run_reward(RewardConfig(**values))
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(tmp_path / "out" / "metrics.jsonl")
     found = {f"{line['step']} {key}": value for line in lines for key, value in line.items()}
     found |= {key: value for key, value in results.items() if not isinstance(value, list)}
     compare(request, name, found, rel=2e-4, abs=2e-6)

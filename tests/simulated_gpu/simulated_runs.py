@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import pickle
 import sys
@@ -24,7 +23,7 @@ import simulated_device
 import torch
 import transformers
 from simulated_device import Traffic, traffic
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy, new_reward_model
+from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, new_reward_model
 from transformers import TrainerCallback
 
 from async_rlhf.distributed.parallel import ALONE
@@ -108,7 +107,7 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
         places = set() if model is None else {parameter.device for parameter in model.parameters()}
         kept = "cpu" if args.offload_frozen and name != "model" else device
         assert places <= {torch.device(kept)}, f"the {name} is on the wrong device: {places}"
-    return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return json_rows(Path(args.output_dir) / "metrics.jsonl")
 
 
 def by_itself(folder: Path) -> tuple[dict[str, Any], list[bool]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import PROMPTS, byte_tokenizer, new_policy
+from tiny import PROMPTS, byte_tokenizer, json_rows, new_policy
 
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError
@@ -313,7 +313,7 @@ def test_a_certificate_of_real_runs_goes_on_and_stays(inputs, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in markers} == markers
     assert (out / "pairs.jsonl").read_text("utf-8").startswith(lines)
     assert json.loads((out / "certificate.json").read_text("utf-8")) == second
-    rows = [json.loads(line) for line in (out / "pairs.jsonl").read_text("utf-8").splitlines()]
+    rows = json_rows(out / "pairs.jsonl")
     for row in rows:
         golds = [
             json.loads((out / f"runs/staleness={k},seed={row['seed']}/trial.json").read_text("utf-8"))["results"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tiny import json_rows
 
 from async_rlhf.tasks.docstrings import harvest as docstring_harvest
 from async_rlhf.tasks.docstrings.harvest import Function, default_sources, harvest, split, write_splits
@@ -98,7 +98,7 @@ def forbid_parsing_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return json_rows(path)
 
 
 def test_exact_rows_of_a_package(package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

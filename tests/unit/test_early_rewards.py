@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import rare, rare_unless
+from tiny import json_rows, rare, rare_unless
 from transformers import TrainerCallback
 
 from async_rlhf import KLConfig
@@ -57,7 +57,7 @@ class Stateful(Slow):
 def run(policy, tokenizer, prompts, args, function, **more) -> list[dict[str, float]]:
     trainer = OnlineTrainer(policy, args, prompts, reward_funcs=function, processing_class=tokenizer, **more)
     trainer.train()
-    return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return json_rows(Path(args.output_dir) / "metrics.jsonl")
 
 
 def spans(folder: str, name: str) -> list[tuple[int, float, float]]:
@@ -122,7 +122,7 @@ def test_an_error_stops_the_run_when_its_batch_has_its_turn(make_policy, tokeniz
 
     with pytest.raises(RewardError, match="fails_third"):
         run(make_policy(), tokenizer, prompts, args, fails_third)
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
     assert [line["batch"] for line in lines] == [1, 2]
 
 

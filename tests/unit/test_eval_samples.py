@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import count_letters
+from tiny import count_letters, json_rows
 
 from async_rlhf.config import ConfigError
 from async_rlhf.models.loading import load_policy
@@ -21,7 +20,7 @@ def trainer(make_policy, tokenizer, prompts, args, held=None, **options) -> Onli
 
 
 def rows(args) -> list[dict]:
-    return [json.loads(line) for line in Path(args.output_dir, "eval_samples.jsonl").read_text().splitlines()]
+    return json_rows(Path(args.output_dir, "eval_samples.jsonl"))
 
 
 def greedy(policy, tokens: tuple[int, ...], length: int) -> list[int]:
@@ -42,7 +41,7 @@ def test_every_answer_is_in_the_table_at_every_evaluation(make_policy, tokenizer
     trainer(make_policy, tokenizer, prompts, args, held).train()
     table = rows(args)
     assert [(row["batch"], row["row"]) for row in table] == [(b, i) for b in (2, 4, 6) for i in range(5)]
-    metrics = [json.loads(line) for line in Path(args.output_dir, "metrics.jsonl").read_text().splitlines()]
+    metrics = json_rows(Path(args.output_dir, "metrics.jsonl"))
     means = [line["eval_objective/scores"] for line in metrics if "eval_objective/scores" in line]
     for batch, mean in zip((2, 4, 6), means, strict=True):
         part = [row for row in table if row["batch"] == batch]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from annotators import say
 from browser import browser
-from tiny import byte_tokenizer, new_args, rare_unless
+from tiny import byte_tokenizer, json_rows, new_args, rare_unless
 
 from async_rlhf.cli import main
 from async_rlhf.config import ConfigError, FeedbackConfig
@@ -443,7 +443,7 @@ def test_exports(tmp_path, capsys):
     people.answer({"id": Question("rate", "q", ("c",)).id, "annotator": "ada", "answer": 4})
     out = tmp_path / "out"
     assert run_command(tmp_path, "--export", out) == 0
-    assert [json.loads(line) for line in out.read_text().splitlines()] == [
+    assert json_rows(out) == [
         {"prompt": "p1", "chosen": "a1", "rejected": "b1"},
         {"prompt": "p2", "chosen": "b2", "rejected": "a2"},
     ]
@@ -529,7 +529,7 @@ def test_the_interface_for_other_tools(tmp_path):
         assert ask(f"{url}/api/other", **BEARER).status == 404
         assert ask(f"{url}/api/question", **BEARER).status == 404
         assert ask(f"{url}/other", b"{}", **BEARER).status == 404
-    (row,) = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
+    (row,) = json_rows(tmp_path / ANSWERS)
     assert (row["annotator"], row["answer"], row["completions"]) == ("ada", 1, ["a1", "b1"])
 
 

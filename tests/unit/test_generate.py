@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 
 import pytest
 import torch
+from tiny import json_rows
 
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
@@ -315,7 +315,7 @@ def test_the_gold_model_sees_who_ended(config, evaluation, tmp_path, make_reward
     write_model(make_reward_model(), tokenizer, tmp_path / "gold")
     run_generate(config)
     run_evaluate(replace(evaluation, reward_funcs=[], reward_model=str(tmp_path / "gold")))
-    rows = [json.loads(line) for line in (tmp_path / "evaluation" / "samples.jsonl").read_text().splitlines()]
+    rows = json_rows(tmp_path / "evaluation" / "samples.jsonl")
     model = load_reward_model(str(tmp_path / "gold"))
     answers = [
         (row["query"], one["completion"], one["ended"], one["score"]) for row in rows for one in row["models"].values()
@@ -376,7 +376,7 @@ def test_a_judge_that_compares(config, evaluation, tmp_path):
     assert "gold_mean" not in found["models"]["final"]
     assert found["reference_response"] == {}
     assert (tmp_path / "evaluation" / "evaluation.png").is_file()
-    rows = [json.loads(line) for line in (tmp_path / "evaluation" / "samples.jsonl").read_text().splitlines()]
+    rows = json_rows(tmp_path / "evaluation" / "samples.jsonl")
     assert rows[0]["models"]["final"]["score"] is None
 
 

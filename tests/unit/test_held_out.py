@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from tiny import new_args
+from tiny import json_rows, new_args
 
 from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
@@ -184,19 +184,19 @@ def test_every_command_holds_out_the_same_prompts(tmp_path, make_policy, tokeniz
     reward = [f"{tmp_path / 'reward.py'}:length"]
     train = new_args(tmp_path, total_episodes=8, num_mini_batches=1, eval_steps=1, num_samples_logged=8)
     run_train(RunConfig(str(tmp_path / "sft"), DataConfig(data, **split), reward_funcs=reward, train=train))
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = json_rows(tmp_path / "run" / "samples.jsonl")
     trained = {sample["prompt"] for sample in samples}
     assert trained
     assert not trained & expected
     assert all(prompt.startswith("one ") and prompt.endswith(" two") for prompt in trained)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = json_rows(tmp_path / "run" / "metrics.jsonl")
     assert any("eval_objective/scores" in line for line in metrics)
     assert yaml.safe_load((tmp_path / "run" / "run.yml").read_text())["data"]["eval_fraction"] == 0.3
 
     models = {"models": {"a": str(tmp_path / "sft")}, "data": data, "response_length": 4, "device": "cpu", **split}
     found = run_generate(GenerateConfig(output_dir=str(tmp_path / "said"), **models))
     assert found["prompts"] == len(held)
-    lines = [json.loads(line) for line in (tmp_path / "said" / "a.jsonl").read_text().splitlines()]
+    lines = json_rows(tmp_path / "said" / "a.jsonl")
     assert {line["query"] for line in lines} == expected
     found = run_evaluate(EvaluateConfig(output_dir=str(tmp_path / "judged"), reward_funcs=reward, **models))
     rest = [len(row["text"]) - len(" ".join(row["text"].split()[:3])) for row in held]

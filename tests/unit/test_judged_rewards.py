@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_pairwise import Server, more_o, serving
-from tiny import byte_tokenizer, new_reward_model, rare
+from tiny import byte_tokenizer, json_rows, new_reward_model, rare
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import OnlineDPOTrainer
@@ -47,7 +46,7 @@ def test_scores_are_shares_of_the_scale(make, tmp_path):
         assert again(PROMPTS, COMPLETIONS) == make(url)(PROMPTS, COMPLETIONS)
     assert make(url)(PROMPTS, COMPLETIONS) == again(PROMPTS, COMPLETIONS)  # nobody is there: a replay needs no judge
     assert len(server.requests) == 5
-    said = [json.loads(line) for line in (tmp_path / "judge.jsonl").read_text().splitlines()]
+    said = json_rows(tmp_path / "judge.jsonl")
     assert {(one["model"], one["prompt_tokens"]) for one in said} == {("m-1", 7)}
 
 
@@ -240,7 +239,7 @@ def test_their_disagreement_is_watched_without_a_second_pass(
         args = make_args(name, staleness=1, total_episodes=24, **more)
         policy = make_policy()
         OnlineDPOTrainer(policy, args, prompts, reward_funcs=functions, processing_class=tokenizer).train()
-        lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+        lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
         return functions, policy.state_dict(), lines
 
     functions, weights, lines = run("watched", ["mean", "deviation"], reward_weights=[1.0, 0.0])
@@ -258,7 +257,7 @@ def test_they_train(make_policy, tokenizer, prompts, make_args, saved):
     OnlineDPOTrainer(
         make_policy(), args, prompts, reward_funcs=load_reward_functions([name]), processing_class=tokenizer
     ).train()
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
     assert all("reward/reward_models" in line for line in lines)
     assert lines[-1]["grad_norm"] > 0
 

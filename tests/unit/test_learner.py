@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import LLAMA_SIZES, count_letters, drawn
+from tiny import LLAMA_SIZES, count_letters, drawn, json_rows
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
@@ -39,7 +38,7 @@ def train(make_policy, tokenizer, prompts, args, algorithm, **options):
 
 
 def metrics_of(args) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return json_rows(Path(args.output_dir) / "metrics.jsonl")
 
 
 def scored_batch(trainer, scores_PK=None):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import LLAMA_SIZES, count_letters
+from tiny import LLAMA_SIZES, count_letters, json_rows
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf import KLConfig, LoRAConfig
@@ -106,7 +105,7 @@ def test_every_algorithm_trains_adapters_only(make_policy, tokenizer, prompts, m
         if "lora_" not in name:
             assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
 
-    lines = [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
     assert [line["schedule/lag"] for line in lines] == [0, 0, 0]
     # The first of two steps is taken with the very weights that sampled, the second half a step later.
     assert all(abs(line["val/ratio"] - 1) < 0.05 for line in lines)

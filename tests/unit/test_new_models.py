@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, json_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rlhf.commands.evaluate import run_evaluate
@@ -182,7 +181,7 @@ def test_the_whole_road_on_chats_from_zero(tmp_path, architecture, staleness):
         train=online(tmp_path, staleness=staleness),
     )
     run_train(run)
-    samples = [json.loads(line) for line in (tmp_path / "policy" / "samples.jsonl").read_text().splitlines()]
+    samples = json_rows(tmp_path / "policy" / "samples.jsonl")
     assert {sample["finish_reason"] for sample in samples} == {"stop"}
     assert all("<|im" not in sample["completion"] for sample in samples)
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "policy" / "final", dtype=torch.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import PROMPTS
+from tiny import PROMPTS, json_rows
 
 from async_rlhf import cli
 from async_rlhf.commands.table import COMMANDS, import_attribute
@@ -877,7 +877,7 @@ def test_a_file_of_the_original_trains(tmp_path, make_policy, make_reward_model,
     )
     assert run_cli("train", "--config", file, "--train.num_threads", "1", "--disable_tqdm") == 0
     run = Path("results/here/rloo_tiny")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(run / "metrics.jsonl")
     assert sum("eval_objective/scores" in line for line in lines) == 2
     assert {"checkpoint-2", "checkpoint-4", "final"} <= {path.name for path in run.iterdir()}
     kept = yaml.safe_load((run / "run.yml").read_text())

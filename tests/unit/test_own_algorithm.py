@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import PROMPTS, count_letters
+from tiny import PROMPTS, count_letters, json_rows
 from transformers import AutoModelForCausalLM
 
 from async_rlhf import Algorithm, GRPOConfig, OnlineTrainer
@@ -73,7 +73,7 @@ def folder(tmp_path, monkeypatch, make_policy, tokenizer) -> Path:
 
 def train(*words: str) -> list[dict[str, float]]:
     run_train(parse(RunConfig, "train", ["--config", "run.yml", *words])[0])
-    return [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    return json_rows(Path("out/metrics.jsonl"))
 
 
 def test_it_is_short():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_policy
+from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineTrainer
 from async_rlhf.algorithms.table import find
@@ -126,7 +125,7 @@ def run(folder, config, algorithm=None):
     parts = {"reward_funcs": count_letters, "processing_class": byte_tokenizer(), "algorithm": algorithm}
     trainer = OnlineTrainer(new_policy(), config, PROMPTS, **parts)
     trainer.train()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = json_rows(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "eps"} for row in rows]
 
 

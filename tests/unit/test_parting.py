@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import re
 from pathlib import Path
 
 import pytest
-from tiny import StopAfter
+from tiny import StopAfter, json_rows
 
 from async_rlhf import OnlineTrainer
 from async_rlhf.run.parting import Ends, Part, Watch
@@ -107,7 +106,7 @@ def test_a_run_warns_once_of_a_watched_reward_that_falls_also_if_it_is_resumed(
                 trainer.train()
         else:
             trainer.train()
-        return [json.loads(line) for line in (Path(args.output_dir) / "metrics.jsonl").read_text().splitlines()]
+        return json_rows(Path(args.output_dir) / "metrics.jsonl")
 
     both = [pays_for_e, pays_for_others]
     whole = run("whole", both, reward_weights=[1.0, 0.0])

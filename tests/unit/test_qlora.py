@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from tiny import count_letters
+from tiny import count_letters, json_rows
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -116,7 +115,7 @@ def test_a_run_trains_adapters_alone_and_generators_sample_as_the_learner_would(
             assert torch.equal(parameter, before[name]), name
     assert sum(p.dtype == torch.uint8 for p in policy.parameters()) == 7 * SIZES["num_hidden_layers"]
     folder = Path(trainer.args.output_dir)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = json_rows(folder / "metrics.jsonl")
     assert [line["schedule/lag"] for line in lines] == ([0, 1, 1] if staleness else [0, 0, 0])
     assert all(line["engine/logprob_difference_max"] < 1e-4 for line in lines)
     assert abs(lines[0]["objective/kl"]) < 1e-4 < abs(lines[2]["objective/kl"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from tiny import count_letters, new_args
+from tiny import count_letters, json_rows, new_args
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -122,7 +122,7 @@ def test_every_command_scores_with_it(gold, bits, tmp_path, make_policy, tokeniz
         (folder / "policy").symlink_to(tmp_path / "policy")
         for command, config in configurations(gold, folder, reward_model_bits=own).values():
             command(config)
-        scores[own] = [json.loads(line) for line in (folder / "relabelled" / "train.jsonl").read_text().splitlines()]
+        scores[own] = json_rows(folder / "relabelled" / "train.jsonl")
         scores[own] = [scores[own][0][f"{side}_score"] for side in ("chosen", "rejected")]
         assert (folder / "out.jsonl").stat().st_size > 0
         assert "gold_mean" in (folder / "eval" / "evaluation.json").read_text()

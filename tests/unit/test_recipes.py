@@ -19,7 +19,7 @@ import torch
 import yaml
 from forked import be_script, start_forked
 from safetensors.torch import load_file
-from tiny import byte_tokenizer, tiny_config
+from tiny import byte_tokenizer, json_rows, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.cli import main
@@ -288,7 +288,7 @@ def small_run(name: str, folder: Path, output: Path) -> RunConfig:
 def test_every_training_recipe_trains(name, stand_in, tmp_path):
     config = small_run(name, stand_in, tmp_path / "run")
     results = run_train(config)
-    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text("utf-8").splitlines()]
+    logged = json_rows(tmp_path / "run/metrics.jsonl")
     batches = [line for line in logged if "objective/scores" in line]
     assert len(batches) == 2
     judged = [function.split(":")[1] for function in config.reward_funcs] or ["model"]

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from browser import browser
-from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, new_args, new_policy, rare
+from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, json_rows, new_args, new_policy, rare
 
 from async_rlhf.cli import _spelt_out
 from async_rlhf.commands import rerun
@@ -334,7 +334,7 @@ def test_a_configuration_of_any_bytes_is_read_or_refused_at_once(copied):
 def test_values_that_are_not_finite_are_missing(copied):
     run = copied["sync"]
     for name, keys in (("metrics.jsonl", ("objective/scores", "objective/kl")), ("samples.jsonl", ("score",))):
-        rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+        rows = json_rows(run / name)
         last = max(row["batch"] for row in rows)
         for row in rows:
             if row["batch"] == last and "eval_objective/scores" not in row:
@@ -375,7 +375,7 @@ def test_no_run_or_another_stage_is_an_error(tmp_path):
 
 def test_texts_of_models_stay_texts(copied):
     run = copied["sync"]
-    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    rows = json_rows(run / "samples.jsonl")
     rows[0] |= {"prompt": EVIL, "completion": EVIL * 2}
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = yaml.safe_load((run / "run.yml").read_text())
@@ -731,7 +731,7 @@ def differs(group) -> float:
 def test_in_a_browser(copied, tmp_path):
     """Every chart is drawn, nothing complains, nothing is asked of a network, a phone need not scroll sideways, search
     finds, and a completion with a script in it is text."""
-    rows = [json.loads(line) for line in (copied["sync"] / "samples.jsonl").read_text().splitlines()]
+    rows = json_rows(copied["sync"] / "samples.jsonl")
     rows[0] |= {"completion": "a needle in it " + EVIL}
     (copied["sync"] / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "page.html"

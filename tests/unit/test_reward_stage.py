@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -11,7 +10,7 @@ from datetime import datetime
 import pytest
 import torch
 from datasets import Dataset
-from tiny import LLAMA_SIZES
+from tiny import LLAMA_SIZES, json_rows
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification, pipeline
 
 from async_rlhf.commands.evaluation.statistics import wilson
@@ -265,7 +264,7 @@ def test_relabel(relabelling, tmp_path):
         "score_margin": 2.5,
     }
     assert results["validation"]["agreement"]["estimate"] == 1.0
-    rows = [json.loads(line) for line in (tmp_path / "new" / "train.jsonl").read_text().splitlines()]
+    rows = json_rows(tmp_path / "new" / "train.jsonl")
     assert {key: value for key, value in rows[0].items() if value is not None} == {
         **LABELLED[0],
         "chosen_score": 2.0,
@@ -308,7 +307,7 @@ def test_relabel_by_a_reward_model(relabelling, tmp_path, make_reward_model, tok
     model = make_reward_model()
     write_model(model, tokenizer, tmp_path / "gold")
     results = run_relabel(replace(relabelling, reward_funcs=[], reward_model=str(tmp_path / "gold"), splits=["train"]))
-    rows = [json.loads(line) for line in (tmp_path / "new" / "train.jsonl").read_text().splitlines()]
+    rows = json_rows(tmp_path / "new" / "train.jsonl")
     assert len(rows) == results["train"]["written"] == 3
     for row in rows:
         for side in ("chosen", "rejected"):

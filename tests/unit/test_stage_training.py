@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import new_policy
+from tiny import json_rows, new_policy
 
 from async_rlhf.algorithms.supervised import SFT, response_loss
 from async_rlhf.cli import _spelt_out
@@ -64,7 +63,7 @@ def same_weights(one: str | Path, other: str | Path) -> bool:
 
 
 def history(folder: str | Path) -> list[dict]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return json_rows(Path(folder) / "metrics.jsonl")
 
 
 class Killed(BaseException):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from printed import in_here, markdown, require
-from tiny import byte_tokenizer, new_policy
+from tiny import byte_tokenizer, json_rows, new_policy
 
 from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 from async_rlhf.config import ConfigError
@@ -163,7 +163,7 @@ def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys, 
     config = make_sweep()
     first = run_sweep(config)
     folder = tmp_path / "sweep"
-    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    rows = json_rows(folder / "results.jsonl")
     assert [row["name"] for row in rows] == [f"staleness={s},seed={n}" for s in (0, 2) for n in (0, 1)]
     shown = (folder / "table.md").read_text()
     assert shown in capsys.readouterr().out

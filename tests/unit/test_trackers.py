@@ -16,7 +16,7 @@ import pytest
 PLACE = tempfile.TemporaryDirectory(prefix="trackers-")
 os.environ.setdefault("TRACKIO_DIR", PLACE.name)
 
-from tiny import count_letters  # noqa: E402
+from tiny import count_letters, json_rows  # noqa: E402
 
 from async_rlhf import OnlineDPOTrainer  # noqa: E402
 from async_rlhf.commands.evaluate import run_evaluate  # noqa: E402
@@ -41,7 +41,7 @@ def train(make_policy, tokenizer, prompts, args, **options):
 
 
 def samples_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return json_rows(folder / "samples.jsonl")
 
 
 def evaluate(folder: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_answers_to_held_out_prompts_are_shown_at_their_batch(make_policy, token
     folder = train(make_policy, tokenizer, prompts, args, **held)
     scalars, texts, _ = events(folder)
     assert [step for step, _ in scalars["eval/objective/scores"]] == [2, 4, 6]
-    rows = [json.loads(line) for line in (folder / "eval_samples.jsonl").read_text().splitlines()]
+    rows = json_rows(folder / "eval_samples.jsonl")
     assert sorted(texts["eval_completions"]) == [2, 4, 6]
     for batch, table in texts["eval_completions"].items():
         head, _, *lines = table.split("\n")

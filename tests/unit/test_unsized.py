@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import count
 
 import pytest
 from datasets import Dataset, DatasetDict
-from tiny import new_args
+from tiny import json_rows, new_args
 
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
@@ -170,7 +169,7 @@ def test_the_command_takes_prompts_as_they_come(tmp_path, make_policy, tokenizer
     args = new_args(tmp_path, total_episodes=8, num_mini_batches=1, num_samples_logged=100)
     source = DataConfig(str(path), streaming=True)
     run_train(RunConfig(str(tmp_path / "base"), source, reward_funcs=[f"{tmp_path / 'reward.py'}:length"], train=args))
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = json_rows(tmp_path / "run" / "samples.jsonl")
     assert [one["prompt"] for one in samples[::2]] == [row["query"] for row in (rows * 2)[:8]]
 
 

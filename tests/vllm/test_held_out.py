@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from conftest import SHORT, SHORT_BATCHES, run, same_metrics, served_by
-from tiny import PROMPTS
+from tiny import PROMPTS, json_rows
 
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import decode_samples
@@ -27,7 +26,7 @@ def test_answers_are_those_of_the_version_and_training_is_the_same(where, reques
     metrics = run(args, tokenizer, PROMPTS, eval_dataset=HELD)
     assert same_metrics([row for row in metrics if "objective/scores" in row], undisturbed[:SHORT_BATCHES])
     assert [row["batch"] for row in metrics if "eval_objective/scores" in row] == [2, 4, 5]
-    table = [json.loads(line) for line in Path(args.output_dir, "eval_samples.jsonl").read_text().splitlines()]
+    table = json_rows(Path(args.output_dir, "eval_samples.jsonl"))
     assert [(r["batch"], r["row"], r["sample"]) for r in table] == [
         (b, i, k) for b in (2, 4, 5) for i in range(6) for k in range(2)
     ]

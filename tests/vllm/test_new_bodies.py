@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from conftest import metrics_of, new_args, run
-from tiny import rare
+from tiny import json_rows, rare
 
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
@@ -44,6 +43,6 @@ def test_chats_from_zero(architecture, tmp_path):
     metrics = metrics_of(args.output_dir)
     assert len(metrics) == 2
     assert 0 < max(row["engine/logprob_difference"] for row in metrics) < 1e-4
-    samples = [json.loads(line) for line in (Path(args.output_dir) / "samples.jsonl").read_text().splitlines()]
+    samples = json_rows(Path(args.output_dir) / "samples.jsonl")
     assert sum(sample["finish_reason"] == "stop" for sample in samples) >= len(samples) - 1
     assert all("<|im" not in sample["completion"] for sample in samples)
