@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from async_rlhf.algorithms.policy import kl_loss, kl_penalties, penalty_needs
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, key, require
+from async_rlhf.config.base import at_least, key
 from async_rlhf.config.policy import KLConfig, KLPenaltyConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
@@ -21,7 +21,7 @@ class OnlineBoKConfig(KLPenaltyConfig):
     def check(self) -> None:
         super().check()
         right = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
-        require(not self.kl.corrected, "kl.corrected", self.kl.corrected, right)
+        self.require(not self.kl.corrected, "kl.corrected", right)
         self.keeps("samples_per_prompt", at_least(2))
 
 

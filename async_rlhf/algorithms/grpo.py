@@ -7,7 +7,7 @@ from typing import Literal
 
 from async_rlhf.algorithms.policy import credited, policy_loss, ratio_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import above, below, inside, key, require
+from async_rlhf.config.base import above, below, inside, key
 from async_rlhf.config.policy import GroupConfig, KLConfig
 from async_rlhf.types import Experience
 
@@ -38,10 +38,10 @@ class GRPOConfig(GroupConfig):
         super().check()
         if self.ratio == "sequence":
             right = 'must be "sequence" with ratio "sequence": a sample then is one action'
-            require(self.normalization == "sequence", "normalization", self.normalization, right)
-            require(self.off_policy.level == "sequence", "off_policy.level", self.off_policy.level, right)
+            self.require(self.normalization == "sequence", "normalization", right)
+            self.require(self.off_policy.level == "sequence", "off_policy.level", right)
         right = 'must be "token" with surrogate "cispo", which weighs tokens'
-        require(self.surrogate == "clipped" or self.ratio == "token", "ratio", self.ratio, right)
+        self.require(self.surrogate == "clipped" or self.ratio == "token", "ratio", right)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, key, require
+from async_rlhf.config.base import above, at_least, key
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.policy import IN_LOSS
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
@@ -33,10 +33,9 @@ class OnlineDPOConfig(OnlineConfig):
     def check(self) -> None:
         super().check()
         self.keeps("samples_per_prompt", at_least(2))
-        right = 'must be left out with pair_weights "none"'
         default = type(self).__dataclass_fields__["pair_weight_cap"].default
         used = self.pair_weights != "none" or self.pair_weight_cap == default
-        require(used, "pair_weight_cap", self.pair_weight_cap, right)
+        self.require(used, "pair_weight_cap", 'must be left out with pair_weights "none"')
 
 
 def best_and_worst(experience: Experience, config: OnlineDPOConfig) -> Experience:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, inside, key, require
+from async_rlhf.config.base import above, at_least, inside, key
 from async_rlhf.config.online import LEARNING_RATE
 from async_rlhf.config.policy import IN_LOSS, RatioConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
@@ -49,7 +49,7 @@ class PPOConfig(RatioConfig):
         super().check()
         right = "must be false with bootstrap_truncated, by which a completion that is cut off has no score to change"
         unchanged = not (self.bootstrap_truncated and self.non_eos_penalty)
-        require(unchanged, "non_eos_penalty", self.non_eos_penalty, right)
+        self.require(unchanged, "non_eos_penalty", right)
 
 
 def ppo_needs(config: PPOConfig) -> Needs:

@@ -15,7 +15,7 @@ from async_rlhf.algorithms.policy import (
     teaching,
 )
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, inside, key, require
+from async_rlhf.config.base import at_least, inside, key
 from async_rlhf.config.policy import GroupConfig, KLConfig, OffPolicyConfig, RatioConfig
 from async_rlhf.types import Experience
 
@@ -38,7 +38,7 @@ class RLOOConfig(GroupConfig):
     def check(self) -> None:
         super().check()
         right = 'must be "sequence": the ratio of RLOO is one number for each completion'
-        require(self.off_policy.level == "sequence", "off_policy.level", self.off_policy.level, right)
+        self.require(self.off_policy.level == "sequence", "off_policy.level", right)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -247,6 +248,11 @@ class Checked:
 
     def check(self) -> None:
         """Checks of several keys together. Raises :class:`ConfigError`."""
+
+    def require(self, condition: bool, name: str, right: str) -> None:
+        """Raise :class:`ConfigError` for the key with a dotted name unless ``condition`` holds."""
+        if not condition:
+            require(False, f"{self._group}{name}", attrgetter(name)(self), right)
 
     def keeps(self, name: str, *rules: Rule) -> None:
         """Require the key to be null or to keep the rules. Raises :class:`ConfigError`."""

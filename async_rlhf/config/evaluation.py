@@ -37,22 +37,20 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
     """Options of vLLM."""
 
     def check(self) -> None:
-        require(self.data != "", "data", self.data, "give the held-out prompts: a file, a folder, or a name on the hub")
+        self.require(self.data != "", "data", "give the held-out prompts: a file, a folder, or a name on the hub")
         given = len(self.models) > 0 or self.run is not None
-        require(given, "models", self.models, "give at least one, as name: folder, or a run")
-        right = "must be empty without run"
-        require(self.run is not None or not self.checkpoints, "checkpoints", self.checkpoints, right)
+        self.require(given, "models", "give at least one, as name: folder, or a run")
+        self.require(self.run is not None or not self.checkpoints, "checkpoints", "must be empty without run")
         for name in self.models:
             right = "must be a name that can be a file's, without a slash"
             require(name != "" and "/" not in name and not name.startswith("."), "models", name, right)
-            right = "is the name of the human responses; must be another"
-            require(name != "reference_response", "models", name, right)
+            require(name != "reference_response", "models", name, "is the name of the human responses; must be another")
         super().check()
         supports = find(self.engine).supports
         right = f"must be left out unless engine is {able('vllm_options')}"
-        require("vllm_options" in supports or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
+        self.require("vllm_options" in supports or self.vllm == VLLMConfig(), "vllm", right)
         right = f"must be {able('policy')} with parallel.ranks above 1: vLLM would take the ranks for its own"
-        require(self.parallel.ranks == 1 or "policy" in supports, "engine", self.engine, right)
+        self.require(self.parallel.ranks == 1 or "policy" in supports, "engine", right)
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,11 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
         check_device(self.device, self.parallel.ranks)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
-        require(known, "reference", self.reference, right)
+        self.require(known, "reference", right)
         if self.judge.url is None:
             self.check_judge()
-            right = "must be null without reward_model"
             alone = self.reward_model is not None or self.reward_tokenizer is None
-            require(alone, "reward_tokenizer", self.reward_tokenizer, right)
+            self.require(alone, "reward_tokenizer", "must be null without reward_model")
         else:
             names = ("penalties", "reward_model", "reward_model_bits", "reward_tokenizer", "reward_funcs")
             self.leaves_out(names, "with judge.url")

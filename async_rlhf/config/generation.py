@@ -13,41 +13,16 @@ from async_rlhf.config.engines import able, find
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
 
 _SERVER_DECIDED = (
-    "api_key",
-    "grpc",
-    "grpc_port",
-    "host",
-    "middleware",
-    "model",
-    "port",
-    "root_path",
-    "trust_remote_code",
-    "uds",
+    *("api_key", "grpc", "grpc_port", "host", "middleware", "model", "port", "root_path", "trust_remote_code", "uds"),
     "worker_extension_cls",
 )
 """Arguments of ``vllm serve`` that decide who is served, or have a key of their own."""
 
 DECIDED = (
-    "model",
-    "load_format",
-    "trust_remote_code",
-    "dtype",
-    "logprobs_mode",
-    "seed",
-    "skip_tokenizer_init",
-    "max_model_len",
-    "max_num_seqs",
-    "enable_lora",
-    "max_lora_rank",
-    "disable_log_stats",
-    "enable_sleep_mode",
-    "enable_return_routed_experts",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "distributed_executor_backend",
-    "worker_extension_cls",
-    "speculative_config",
+    *("model", "load_format", "trust_remote_code", "dtype", "logprobs_mode", "seed", "skip_tokenizer_init"),
+    *("max_model_len", "max_num_seqs", "enable_lora", "max_lora_rank", "disable_log_stats", "enable_sleep_mode"),
+    *("enable_return_routed_experts", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("distributed_executor_backend", "worker_extension_cls", "speculative_config"),
 )
 """Arguments of vLLM that follow from the rest of the configuration."""
 
@@ -185,37 +160,37 @@ class GenerationConfig(TruncationConfig):
     def check(self) -> None:
         served, engine = self.placement == "server", find(self.engine)
         right = f'must be {able("server")} with placement "server"'
-        require(not served or "server" in engine.supports, "engine", self.engine, right)
+        self.require(not served or "server" in engine.supports, "engine", right)
         right = 'must name at least one server with placement "server", such as "http://localhost:8000"'
-        require(not served or bool(self.urls), "urls", self.urls, right)
-        require(served or not self.urls, "urls", self.urls, 'must be empty unless placement is "server"')
+        self.require(not served or bool(self.urls), "urls", right)
+        self.require(served or not self.urls, "urls", 'must be empty unless placement is "server"')
         for url in self.urls:
             right = f"must have its user and password again in the place of {HIDDEN}: they are not written to run.yml"
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
         right = "must be null without max_turns, which says that there are episodes"
-        require(self.max_turns is not None or self.episode_length is None, "episode_length", self.episode_length, right)
+        self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
         right = f"must be true unless engine is {able('unseeded')}"
-        require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", False, right)
+        self.require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", right)
         gpus = self.vllm.tensor_parallel_size
         right = f"must be left out unless engine is {able('vllm_options')}"
-        require("vllm_options" in engine.supports or gpus == 1, "vllm.tensor_parallel_size", gpus, right)
+        self.require("vllm_options" in engine.supports or gpus == 1, "vllm.tensor_parallel_size", right)
         right = f'must be null, "cpu" or "cuda" with vllm.tensor_parallel_size {gpus}, which takes as many GPUs'
-        require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", self.device, right)
+        self.require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", right)
         right = f'must be at least {engine.coldest:g} with engine "{self.engine}", which samples no colder'
-        require(self.temperature >= engine.coldest, "temperature", self.temperature, right)
+        self.require(self.temperature >= engine.coldest, "temperature", right)
 
     def _check_transports(self, served: bool) -> None:
         """Nothing that would be ignored may be set."""
-        require(served or self.api_key is None, "api_key", None, 'must be null unless placement is "server"')
+        self.require(served or self.api_key is None, "api_key", 'must be null unless placement is "server"')
         right = 'must be null unless placement is "server" and weights_transport "folder"'
         files = served and self.weights_transport == "folder"
-        require(files or self.weights_dir is None, "weights_dir", self.weights_dir, right)
+        self.require(files or self.weights_dir is None, "weights_dir", right)
         right = 'must be "folder" unless placement is "server"'
-        require(served or self.weights_transport == "folder", "weights_transport", self.weights_transport, right)
+        self.require(served or self.weights_transport == "folder", "weights_transport", right)
         right = 'must be left out with placement "server": such options are for async-rlhf serve'
-        require(not served or self.vllm == VLLMConfig(), "vllm", self.vllm, right)
+        self.require(not served or self.vllm == VLLMConfig(), "vllm", right)
 
     @property
     def longest_episode(self) -> int:
@@ -276,12 +251,11 @@ class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
     def check(self) -> None:
         right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "
         right += f"{API_KEY_VARIABLE}); or set open true, and whoever reaches the port can load weights"
-        require(self.open or self.api_key is not None or _is_loopback(self.host), "host", self.host, right)
-        last = self.port + self.replicas - 1
+        self.require(self.open or self.api_key is not None or _is_loopback(self.host), "host", right)
         right = f"must be at most {65536 - self.replicas}, so that all of the {self.replicas} replicas have a port"
-        require(last < 65536, "port", self.port, right)
+        self.require(self.port + self.replicas <= 65536, "port", right)
         right = "must be false with api_key, which closes the server"
-        require(not self.open or self.api_key is None, "open", self.open, right)
+        self.require(not self.open or self.api_key is None, "open", right)
         for name in self.options:
             right = "must be left out: it is a key of its own, or a way past the one that is needed"
             require(name.replace("-", "_").lower() not in _SERVER_DECIDED, f"options.{name}", self.options[name], right)

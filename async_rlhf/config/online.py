@@ -301,7 +301,7 @@ class OnlineConfig(TrainingConfig):
         require(large is None, "reward_weights", large, _FACTOR.right)
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
-        require(bool(self.output_dir) and place != place.parent, "output_dir", self.output_dir, right)
+        self.require(bool(self.output_dir) and place != place.parent, "output_dir", right)
         check_together(self)
         super().check()
 
@@ -387,7 +387,7 @@ class OnlineConfig(TrainingConfig):
         if self.num_train_epochs is None:
             return self
         right = "must be left out with a train_dataset without a length; say total_episodes or batches instead"
-        require(rows is not None, "num_train_epochs", self.num_train_epochs, right)
+        self.require(rows is not None, "num_train_epochs", right)
         assert rows is not None
         batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
         return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
@@ -396,7 +396,7 @@ class OnlineConfig(TrainingConfig):
     def num_batches(self) -> int:
         """B, batches of the whole run."""
         right = "says how long the run is only together with the data; use with_rows"
-        require(self.num_train_epochs is None, "num_train_epochs", self.num_train_epochs, right)
+        self.require(self.num_train_epochs is None, "num_train_epochs", right)
         return self.total_episodes // self.batch_size if self.batches is None else self.batches
 
     @property

@@ -11,16 +11,8 @@ from async_rlhf.config.base import Checked, above, at_least, key, require
 
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 DECIDED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "managed_gradient_accumulation",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "torch_autocast",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("managed_gradient_accumulation", "optimizer", "scheduler", "fp16", "bf16", "torch_autocast"),
 )
 """Keys of DeepSpeed's configuration that our own keys decide."""
 
@@ -99,9 +91,8 @@ class ParallelConfig(Checked):
     that follow from the configuration here must not be set."""
 
     def check(self) -> None:
-        zero = self.strategy in ("auto", "zero1", "zero2", "zero3")
         right = 'must be empty unless strategy is "zero1", "zero2" or "zero3"'
-        require(zero or not self.deepspeed, "deepspeed", self.deepspeed, right)
+        self.require(self.strategy not in ("ddp", "fsdp") or not self.deepspeed, "deepspeed", right)
         for name in DECIDED:
             right = "must be left out: it follows from the keys of train"
             require(name not in self.deepspeed, f"deepspeed.{name}", self.deepspeed.get(name), right)
@@ -111,17 +102,15 @@ class ParallelConfig(Checked):
         require(isinstance(zero_options, dict), "deepspeed.zero_optimization", zero_options, right_kind)
         stage = zero_options.get("stage")
         require(stage is None, "deepspeed.zero_optimization.stage", stage, right)
-        right = 'must be false with strategy "ddp": nothing is spread'
-        require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", self.cpu_offload, right)
-        size = self.shard_size
+        right, size = 'must be false with strategy "ddp": nothing is spread', self.shard_size
+        self.require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", right)
         right = f"must divide the {self.ranks} ranks (parallel.ranks)"
-        require(size is None or self.ranks % size == 0, "shard_size", size, right)
-        require(self.ranks % self.context_parallel == 0, "context_parallel", self.context_parallel, right)
+        self.require(size is None or self.ranks % size == 0, "shard_size", right)
+        self.require(self.ranks % self.context_parallel == 0, "context_parallel", right)
         fsdp, right = self.strategy in ("auto", "fsdp"), 'unless strategy is "fsdp"'
-        require(fsdp or size is None, "shard_size", size, f"must be null {right}")
-        require(fsdp or self.reduce == "every_pass", "reduce", self.reduce, f"must be left out {right}")
-        gathers = self.reshard_after_forward
-        require(fsdp or gathers, "reshard_after_forward", gathers, f"must be true {right}")
+        self.require(fsdp or size is None, "shard_size", f"must be null {right}")
+        self.require(fsdp or self.reduce == "every_pass", "reduce", f"must be left out {right}")
+        self.require(fsdp or self.reshard_after_forward, "reshard_after_forward", f"must be true {right}")
 
     def require_size(self, parameters: int, rounded: bool) -> None:
         """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer

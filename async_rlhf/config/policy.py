@@ -75,7 +75,7 @@ class KLPenaltyConfig(OnlineConfig):
         super().check()
         completions = self.batch_size * self.samples_per_prompt
         right = f"must be at least the {completions} completions of a batch with kl.target"
-        require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", self.kl.horizon, right)
+        self.require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", right)
 
     @property
     def kl_penalty(self) -> KLConfig:
@@ -104,7 +104,7 @@ class RatioConfig(KLPenaltyConfig):
         old, whole = self.off_policy.old_logprobs, self.generation.top_p == 1 and self.generation.top_k == 0
         right = 'must be "proximal" with generation.top_p below 1 or generation.top_k: the ratio of the whole'
         right += " policy to the truncated one that sampled begins below 1, where it would be clipped"
-        require(whole or old == "proximal", "off_policy.old_logprobs", old, right)
+        self.require(whole or old == "proximal", "off_policy.old_logprobs", right)
 
     @property
     def upper_cliprange(self) -> float:

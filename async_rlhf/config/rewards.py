@@ -151,7 +151,7 @@ class JudgeConfig(EndpointConfig):
     """Most tokens of a verdict."""
 
     def check(self) -> None:
-        require(self.url is None or self.model != "", "judge.model", self.model, "name the model at judge.url")
+        self.require(self.url is None or self.model != "", "model", "name the model at judge.url")
 
 
 @dataclass(frozen=True)

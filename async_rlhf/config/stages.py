@@ -6,19 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rlhf.config.base import (
-    EACH_ONCE,
-    FOLDER,
-    REQUIRED,
-    Checked,
-    Rule,
-    above,
-    at_least,
-    at_most,
-    below,
-    key,
-    require,
-)
+from async_rlhf.config.base import EACH_ONCE, FOLDER, REQUIRED, Checked, Rule, above, at_least, at_most, below, key
 from async_rlhf.config.common import (
     COLUMN,
     EVAL_FRACTION,
@@ -57,11 +45,11 @@ class NewModelConfig(Checked):
 
     def check(self) -> None:
         right = f"must be a multiple of num_heads ({self.num_heads})"
-        require(self.hidden_size % self.num_heads == 0, "hidden_size", self.hidden_size, right)
+        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", right)
         right = (
             f"must be an even multiple of num_heads ({self.num_heads}): rotary positions turn pairs of a head's numbers"
         )
-        require(self.hidden_size // self.num_heads % 2 == 0, "hidden_size", self.hidden_size, right)
+        self.require(self.hidden_size // self.num_heads % 2 == 0, "hidden_size", right)
 
 
 @dataclass(frozen=True)
@@ -107,9 +95,8 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     def check(self) -> None:
         super().check()
         self.check_held_out()
-        right = "must be 0 without eval or eval_fraction"
         held_out = self.eval is not None or self.held_out_share is not None
-        require(self.eval_steps == 0 or held_out, "eval_steps", self.eval_steps, right)
+        self.require(self.eval_steps == 0 or held_out, "eval_steps", "must be 0 without eval or eval_fraction")
         self.parallel.require_format(self.checkpoint_format)
 
     def steps_per_epoch(self, rows: int) -> int:
@@ -182,11 +169,11 @@ class SFTConfig(StageConfig):
 
     def check(self) -> None:
         super().check()
-        right = "must be null with model, which has its own"
-        require(self.model is None or self.tokenizer is None, "tokenizer", self.tokenizer, right)
-        size, right = self.new_model.vocab_size, "must be left out with tokenizer, whose vocabulary is the model's"
-        default = NewModelConfig.__dataclass_fields__["vocab_size"].default
-        require(self.tokenizer is None or size == default, "new_model.vocab_size", size, right)
+        one = self.model is None or self.tokenizer is None
+        self.require(one, "tokenizer", "must be null with model, which has its own")
+        if self.tokenizer is not None:
+            right = "with tokenizer, whose vocabulary is the model's"
+            self.new_model.leaves_out(["vocab_size"], right, "new_model.")
 
 
 @dataclass(frozen=True)
@@ -223,11 +210,12 @@ class PairsConfig(SamplingConfig, RewardedConfig):
             return
         self.leaves_out(RATED, "without from_ratings")
         super().check()
-        require(self.model is not None, "model", self.model, "give the model that samples, or from_ratings")
-        require(self.prompts is not None, "prompts", self.prompts, "give a file, a folder, or a name on the hub")
+        self.require(self.model is not None, "model", "give the model that samples, or from_ratings")
+        self.require(self.prompts is not None, "prompts", "give a file, a folder, or a name on the hub")
         self.check_judge()
-        pairs, most = self.pairs_per_prompt, self.samples_per_prompt // 2
-        require(1 <= pairs <= most, "pairs_per_prompt", pairs, f"must be 1 to {most}: half of samples_per_prompt")
+        most = self.samples_per_prompt // 2
+        right = f"must be 1 to {most}: half of samples_per_prompt"
+        self.require(1 <= self.pairs_per_prompt <= most, "pairs_per_prompt", right)
 
 
 SAMPLED = (
@@ -274,8 +262,7 @@ class RewardConfig(StageConfig):
 
     def check(self) -> None:
         super().check()
-        right = "must be null without center"
-        require(self.center or self.reference is None, "reference", self.reference, right)
+        self.require(self.center or self.reference is None, "reference", "must be null without center")
 
 
 @dataclass(frozen=True)
