@@ -31,7 +31,7 @@ import torch
 from async_rlhf.rewards.base import Reward
 from async_rlhf.rewards.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
 from async_rlhf.rewards.functions import RewardFunction, load_object, name_loaded_by
-from async_rlhf.system.random_state import capture_on_cpu, equal_on_cpu, restore_on_cpu
+from async_rlhf.system.random_state import capture, equal, restore
 from async_rlhf.system.subprocesses import context_of, hang_up, start_process
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class StoppableFunction:
         """
         if self._given_up:
             return self._function(**arguments)
-        before = capture_on_cpu()
+        before = capture(gpus=False)
         try:
             message = pickle.dumps((arguments, self.limit, torch.get_num_threads(), before))
         except Exception as error:  # of any kind: objects have their own ways to refuse pickling
@@ -169,7 +169,7 @@ class StoppableFunction:
         finally:
             self._idle.set()
         if states is not None:
-            restore_on_cpu(states)
+            restore(*states)
         if isinstance(found, BaseException):
             raise found
         return found
@@ -253,10 +253,10 @@ def _serve(
             arguments, limit, threads, before = pickle.loads(pipe.recv_bytes())
             if torch.get_num_threads() != threads:  # sums depend on it
                 torch.set_num_threads(threads)
-            restore_on_cpu(before)
+            restore(*before)
             found = _sendable(outcome_of(partial(function, **arguments), time.monotonic() + limit))
-            after = capture_on_cpu()
-            pipe.send((found, None if equal_on_cpu(before, after) else after))
+            after = capture(gpus=False)
+            pipe.send((found, None if equal(before, after) else after))
 
 
 def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:

@@ -21,10 +21,12 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture() -> RandomState:
-    """The states of Python's, numpy's and torch's generators, as tensors and as values for JSON."""
+def capture(gpus: bool = True) -> RandomState:
+    """The states of Python's, numpy's and torch's generators, as tensors and as values for JSON; those of GPUs, too,
+    unless they are not to be touched.
+    """
     tensors = {"random.torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if gpus and torch.cuda.is_available():
         tensors |= {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
     kind, keys, *rest = np.random.get_state(legacy=True)
     values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
@@ -36,24 +38,6 @@ def equal(one: RandomState, other: RandomState) -> bool:
     return one[1] == other[1] and all(torch.equal(state, other[0][name]) for name, state in one[0].items())
 
 
-def capture_on_cpu() -> tuple[Any, ...]:
-    """The states on the CPU, to send to another process; GPUs are not touched."""
-    return random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()
-
-
-def equal_on_cpu(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether nothing was drawn between two calls of :func:`capture_on_cpu`."""
-    numpy = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-    return one[0] == other[0] and numpy and torch.equal(one[2], other[2])
-
-
-def restore_on_cpu(states: tuple[Any, ...]) -> None:
-    """Restore what :func:`capture_on_cpu` returned."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
 def restore(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Restore what :func:`capture` returned. GPUs that were not there at that time keep their state."""
     version, state, gauss = values["python"]
@@ -61,7 +45,7 @@ def restore(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     kind, keys, *rest = values["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(tensors["random.torch"])
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            if (state_of_gpu := tensors.get(f"random.cuda.{i}")) is not None:
-                torch.cuda.set_rng_state(state_of_gpu, i)
+    for name, state_of_gpu in tensors.items():
+        gpu = name.partition("random.cuda.")[2]
+        if gpu and int(gpu) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state_of_gpu, int(gpu))
