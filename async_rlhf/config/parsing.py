@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ import yaml
 from async_rlhf.config import environment
 from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.spelling import check_file, check_words, meant
+from async_rlhf.config.spelling import check_words, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
@@ -110,12 +110,11 @@ def parse(
         print(long_help(whole, command) if "--help-all" in words else short_help(whole, command))
         sys.exit(0)
     places = {} if config_file is None or translated else _places(config_file)
-    values = _Values(whole, command)
-    check_words(words, {*FLAGS, f"--{environment.KEY}", *(f"--{group}" for group in values.groups)}, whole, command)
-    keys = {key: value for key, value in read.items() if key != environment.KEY}
-    check_file(keys, whole, command, lambda key: places.get(key, "the file"))
+    known = {option.key: option.hint for option in options_of(whole)}
+    values = _Values(known, command)
+    check_words(words, {*FLAGS, f"--{environment.KEY}", *(f"--{group}" for group in values.groups)}, known, command)
     try:
-        values.put(read)
+        values.put(read, place=lambda key: f"{places.get(key, 'the file')}: ")
         values.put_environment()
         values.put_words(words)
         variables = environment.checked_environment(values.get(environment.KEY))
@@ -133,8 +132,8 @@ def parse(
 class _Values:
     """The values of keys, as they are set one after the other; only the last one of each has to be right."""
 
-    def __init__(self, kind: type[Checked], command: str) -> None:
-        self._options = {option.key: option.hint for option in options_of(kind)} | {environment.KEY: dict[str, Any]}
+    def __init__(self, known: Mapping[str, Any], command: str) -> None:
+        self._options = {**known, environment.KEY: dict[str, Any]}
         self.groups = {key[:at] for key in self._options for at, sign in enumerate(key) if sign == "."}
         self._command = command
         self._found: dict[str, tuple[Any, bool]] = {}
@@ -145,18 +144,25 @@ class _Values:
         value, is_text = self._found.get(key, (None, False))
         return converted(key, value, self._options[key], is_text) if key in self._found else None
 
-    def put(self, values: Mapping[str, Any], prefix: str = "", is_text: bool = False) -> None:
-        """Set keys of a mapping that has groups as mappings, as a file has."""
+    def put(
+        self,
+        values: Mapping[str, Any],
+        prefix: str = "",
+        is_text: bool = False,
+        place: Callable[[str], str] = lambda key: "",
+    ) -> None:
+        """Set keys of a mapping that has groups as mappings, as a file has; errors of unknown keys name the place."""
         for name, value in values.items():
             key = f"{prefix}{name}"
             if key in self._options:
                 self._found[key] = value, is_text
                 continue
             if key not in self.groups:
-                raise ConfigError(f"{key}: async-rlhf {self._command} has no such key{meant(key, self._options, '')}")
+                shown, nearest = key if key.isprintable() else repr(key), meant(key, self._options, "")
+                raise ConfigError(f"{shown}: {place(key)}async-rlhf {self._command} has no such key{nearest}")
             value = parse_yaml(value, key) if is_text else value
             require(isinstance(value, Mapping), key, value, "must be a group of keys and their values")
-            self.put(value, f"{key}.")
+            self.put(value, f"{key}.", place=place)
 
     def put_environment(self) -> None:
         """Set keys by variables. A variable with our prefix that sets no key is misspelt, and warned of."""
@@ -353,7 +359,8 @@ def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[s
     keys = [key for key in places if key == told[1] or key.endswith(f".{told[1]}")]
     given = {word.partition("=")[0] for word in arguments}
     above = len(keys) == 1 and (f"--{keys[0]}" in given or variable_of(keys[0]) in os.environ)
-    return error if len(keys) != 1 or above else ConfigError(f"{error} ({places[keys[0]]})")
+    told_already = above or len(keys) != 1 or f": {places[keys[0]]}: " in str(error)
+    return error if told_already else ConfigError(f"{error} ({places[keys[0]]})")
 
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

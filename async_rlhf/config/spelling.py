@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
-from async_rlhf.config.base import Checked, ConfigError, hints_of
+from async_rlhf.config.base import ConfigError
 
 _ELSEWHERE = {
     "num_generations": "train.samples_per_prompt",
@@ -26,56 +26,18 @@ _ELSEWHERE = {
 """What other trainers, or earlier versions, call a key, and our name for it."""
 
 
-def keys_of(kind: type[Checked], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Every key with dots, and whether any keys may stand below it, as in ``models``."""
-    for name, hint in hints_of(kind).items():
-        if name.startswith("_"):
-            continue
-        if isinstance(hint, type) and issubclass(hint, Checked):
-            yield from keys_of(hint, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", any(get_origin(one) is dict for one in (hint, *get_args(hint)))
-
-
-def check_file(
-    values: Mapping[str, Any], kind: type[Checked], command: str, place: Callable[[str], str], prefix: str = ""
-) -> None:
-    """Require every key of a file to exist.
-
-    Args:
-        values: the file's content.
-        kind: the command's configuration.
-        command: its name.
-        place: says where a key stands: file and line.
-        prefix: of the keys, with its dot.
-
-    Raises:
-        ConfigError: names the first that does not, its place and the nearest.
-    """
-    known = dict(keys_of(kind))
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if any(other.startswith(f"{key}.") for other in known):
-            if isinstance(value, Mapping):
-                check_file(value, kind, command, place, f"{key}.")
-        elif not _exists(key, known):
-            shown = key if key.isprintable() else repr(key)
-            raise ConfigError(f"{shown}: {place(key)}: async-rlhf {command} has no such key{meant(key, known, '')}")
-
-
-def check_words(words: Sequence[str], options: Collection[str], kind: type[Checked], command: str) -> None:
+def check_words(words: Sequence[str], options: Collection[str], known: Mapping[str, Any], command: str) -> None:
     """Require every ``--key`` on the command line to exist.
 
     Args:
         words: of the command line.
         options: what the parser takes beside keys, such as ``--help``.
-        kind: the command's configuration.
+        known: the command's keys and their types.
         command: its name.
 
     Raises:
         ConfigError: names the first that does not, and the nearest.
     """
-    known = dict(keys_of(kind))
     for word in words:
         option = word.partition("=")[0].removesuffix("+")
         key = option.removeprefix("--")
@@ -84,8 +46,10 @@ def check_words(words: Sequence[str], options: Collection[str], kind: type[Check
             raise ConfigError(f"{shown}: async-rlhf {command} has no such option{meant(key, known, '--')}")
 
 
-def _exists(key: str, known: Mapping[str, bool]) -> bool:
-    return key in known or any(free and key.startswith(f"{name}.") for name, free in known.items())
+def _exists(key: str, known: Mapping[str, Any]) -> bool:
+    """Whether it is one of the keys, or below one that holds keys of any name, as ``models`` does."""
+    above = (hint for name, hint in known.items() if key.startswith(f"{name}."))
+    return key in known or any(get_origin(one) is dict for hint in above for one in (hint, *get_args(hint)))
 
 
 def meant(key: str, known: Collection[str], dashes: str) -> str:

@@ -15,7 +15,7 @@ from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.parsing import FEW, options_of
-from async_rlhf.config.spelling import _ELSEWHERE, keys_of
+from async_rlhf.config.spelling import _ELSEWHERE
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run import trackers
@@ -114,8 +114,8 @@ def test_keys_have_lines_through_anchors_and_merges():
 
 
 def test_names_of_other_trainers_lead_to_keys():
-    known = {key for name in BUILT_IN for key, _ in keys_of(RunConfig.of(name))}
-    known |= {key for key, _ in keys_of(PlanConfig)}
+    known = {option.key for name in BUILT_IN for option in options_of(RunConfig.of(name))}
+    known |= {option.key for option in options_of(PlanConfig)}
     assert set(_ELSEWHERE.values()) <= known
 
 
@@ -136,8 +136,8 @@ def test_the_short_help_shows_what_matters(capsys, command):
     assert 8 <= len(shown) <= 15
     assert "--help-all explains all" in short
     assert len(short) < len(whole)
-    for key, _ in keys_of(kind):
-        assert f"--{key} " in whole.replace("\n", " "), key
+    for option in options:
+        assert f"--{option.key} " in whole.replace("\n", " "), option.key
 
 
 def test_the_short_help_of_an_algorithm_has_its_own_keys(capsys):
