@@ -95,15 +95,13 @@ def parse_yaml(text: str, place: str, repeated: list[Repeated] | None = None) ->
     right = f"must be at most {MAX_CHARACTERS} characters"
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{place} has {len(text)} characters or more; {right}")
-    loader = None
     try:
         _check_depth(text, place)
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        node = yaml.compose(text, _Loader)
         if node is None:
             return None
         _check_nodes(node, place, text, repeated)
-        return loader.construct_document(node)
+        return _Loader("").construct_document(node)
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -114,9 +112,6 @@ def parse_yaml(text: str, place: str, repeated: list[Repeated] | None = None) ->
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         told = " ".join(str(error).split())[:300]  # such as ValueError: a tag on a value of another type
         raise ConfigError(f"{place}: is no YAML: {told}") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 def reads_as_number(text: str) -> bool:
@@ -138,13 +133,8 @@ def key_lines(text: str) -> dict[str, int]:
             lines[f"{prefix}{key.value}"] = key.start_mark.line + 1
             walk(value, f"{prefix}{key.value}.")
 
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is not None:
-            walk(node, "")
-    finally:
-        loader.dispose()
+    if (root := yaml.compose(text, _Loader)) is not None:
+        walk(root, "")
     return lines
 
 
