@@ -28,19 +28,8 @@ Source = str | Sequence[str] | Mapping[str, str] | None
 """One file, folder or hub name, or several."""
 
 _MODEL_FILES = [
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "pytorch_model*.bin",
-    "*.index.json",
-    "adapter_*",
-    "*.py",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
+    *("config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_*"),
+    *("*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
     "chat_template*",
 ]
 
@@ -251,16 +240,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _fingerprints(inputs: Mapping[str, Source]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, source in inputs.items():
-        if isinstance(source, Mapping):
-            found[key] = {name: fingerprint(item) for name, item in source.items()}
-        elif source is None or isinstance(source, str):
-            found[key] = None if source is None else fingerprint(source)
-        else:
-            found[key] = [fingerprint(item) for item in source]
-    return found
+def _fingerprints(inputs: Source | Mapping[str, Source]) -> Any:
+    if isinstance(inputs, Mapping):
+        return {key: _fingerprints(source) for key, source in inputs.items()}
+    if inputs is None or isinstance(inputs, str):
+        return None if inputs is None else fingerprint(inputs)
+    return [fingerprint(item) for item in inputs]
 
 
 def fingerprint(source: str) -> str:

@@ -1,4 +1,5 @@
 """Configuration: frozen dataclasses, checked when they are made. Imports neither torch nor transformers."""
+# ruff: noqa: F401 - other rooms import the names from here
 
 from async_rlhf.config.base import ConfigError
 from async_rlhf.config.evaluation import EvaluateConfig, GenerateConfig
@@ -9,29 +10,3 @@ from async_rlhf.config.policy import GroupConfig, KLConfig, KLPenaltyConfig, Off
 from async_rlhf.config.ray import RayConfig
 from async_rlhf.config.rewards import FeedbackConfig, JudgeConfig
 from async_rlhf.config.stages import NewModelConfig, PairsConfig, RelabelConfig, RewardConfig, SFTConfig
-
-__all__ = [
-    "AdapterConfig",
-    "ConfigError",
-    "EvaluateConfig",
-    "FeedbackConfig",
-    "GenerateConfig",
-    "GenerationConfig",
-    "GroupConfig",
-    "JudgeConfig",
-    "KLConfig",
-    "KLPenaltyConfig",
-    "LoRAConfig",
-    "NewModelConfig",
-    "OffPolicyConfig",
-    "OnlineConfig",
-    "PairsConfig",
-    "ParallelConfig",
-    "RatioConfig",
-    "RayConfig",
-    "RelabelConfig",
-    "RewardConfig",
-    "SFTConfig",
-    "ServeConfig",
-    "VLLMConfig",
-]

@@ -8,27 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 SECONDS = 5.0
 """Between two lines in a log: often enough to see that it goes on, seldom enough for a run of days."""
 
 
-class _RateColumn(ProgressColumn):
+class _RateColumn(bars.ProgressColumn):
     """Units per second."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: bars.Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
 
@@ -96,9 +87,9 @@ def progress_bar(
     if not on_terminal():
         yield Lines(f"{description}:" if brief else description, total, done, brief).say
         return
-    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn()]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[more]}")]
-    with Progress(*columns, refresh_per_second=2, console=Console(stderr=True)) as progress:
+    columns = [bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), _RateColumn()]
+    columns += [bars.TimeElapsedColumn(), bars.TimeRemainingColumn(), bars.TextColumn("{task.fields[more]}")]
+    with bars.Progress(*columns, refresh_per_second=2, console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total, completed=done, more="")
 
         def show(done: int, more: str = "") -> None:

