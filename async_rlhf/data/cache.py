@@ -7,6 +7,7 @@ same one do not disturb each other.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -34,7 +35,6 @@ _LARGE = 100_000_000
 """Bytes of files from which their checksum is kept; fewer are read in a tenth of a second."""
 _SETTLED = 2.0  # seconds: a file that changed later may change again at what counts as the same time
 _META = "meta.json"
-_BLOCK = 1 << 20
 _ABANDONED = 24 * 3600  # seconds after which an unfinished folder is one that a killed process left behind
 
 
@@ -157,8 +157,7 @@ def _checksum_now(files: Sequence[Path], folder: Path, named: bool) -> str:
         if named:
             digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return f"xxh3:{digest.hexdigest()}"
 
 
@@ -209,11 +208,8 @@ def _delete_abandoned(parent: Path) -> None:
 
 def _sum(path: Path, flush: bool = False) -> list[Any]:
     """Size and checksum of a file."""
-    digest, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
         if flush:
             os.fsync(file.fileno())
-    return [size, digest.hexdigest()]
+        return [file.tell(), digest.hexdigest()]

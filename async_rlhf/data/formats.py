@@ -275,7 +275,7 @@ class _FirstWords(RowView):
         base = fingerprint_of(self._rows)
         return None if base is None else f"first {self._words} words, {code_of('formats.py')}, of {base}"
 
-    def _row(self, number: int) -> dict[str, Any]:
+    def _item(self, number: int) -> dict[str, Any]:
         row = self._rows[number]
         text, ends = row["text"], list(islice(re.finditer(r"\S+", row["text"]), self._words))
         rest = {name: value for name, value in row.items() if name != "text"}

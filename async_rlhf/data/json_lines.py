@@ -101,7 +101,7 @@ class JsonLines(RowView):
         counts = self._meta["counts"]  # None if there were too many columns to count
         return counts is not None and counts.get(column, 0) == len(self)
 
-    def _row(self, number: int) -> dict[str, Any]:
+    def _item(self, number: int) -> dict[str, Any]:
         return _row(self._read(int(self._starts[number]), int(self._starts[number + 1])))
 
     def _read(self, start: int, end: int) -> bytes:

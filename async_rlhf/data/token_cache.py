@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -21,7 +21,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data import cache
-from async_rlhf.data.views import fingerprint_of
+from async_rlhf.data.views import OnDemand, fingerprint_of
 from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     """Whatever else is to be known of the row."""
 
 
-class TokenRows(Sequence[tuple[int, ...]]):
+class TokenRows(OnDemand[tuple[int, ...]]):
     """Token ids of many texts, in one flat array.
 
     Args:
@@ -54,14 +54,7 @@ class TokenRows(Sequence[tuple[int, ...]]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, number: int) -> tuple[int, ...]: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[tuple[int, ...]]: ...
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[one] for one in range(len(self))[number]]
-        number = range(len(self))[number]
+    def _item(self, number: int) -> tuple[int, ...]:
         start = int(self._ends[number - 1]) if number else 0
         return tuple(self._ids[start : int(self._ends[number])].tolist())
 

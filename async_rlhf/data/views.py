@@ -6,7 +6,7 @@ import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import xxhash
@@ -18,7 +18,20 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Examples(Sequence[T], Generic[T]):
+class OnDemand(Sequence[T], Generic[T]):
+    """Items that are made when they are asked for."""
+
+    @abstractmethod
+    def _item(self, number: int) -> T:
+        """The item of a number from 0."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self._item(one) for one in range(len(self))[number]]
+        return self._item(range(len(self))[number])
+
+
+class Examples(OnDemand[T]):
     """Examples of a data set, each made when it is asked for.
 
     Args:
@@ -39,13 +52,7 @@ class Examples(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, number: int) -> T: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[T]: ...
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self.make(int(row)) for row in self.rows[number]]
+    def _item(self, number: int) -> T:
         return self.make(int(self.rows[number]))
 
     def with_items(self, change: Callable[[T], U]) -> Examples[U]:
@@ -54,7 +61,7 @@ class Examples(Sequence[T], Generic[T]):
         return Examples(lambda row: change(make(row)), self.rows, self.lengths)
 
 
-class RowView(Sequence[Row]):
+class RowView(OnDemand[Row]):
     """Rows that are read when they are asked for."""
 
     @property
@@ -66,18 +73,8 @@ class RowView(Sequence[Row]):
         """Whether every row is known, without reading it, to have a value in a column."""
         return False
 
-    @abstractmethod
-    def _row(self, number: int) -> Row:
-        """The row of a number from 0."""
-
-    @overload
-    def __getitem__(self, number: int) -> Row: ...
-    @overload
-    def __getitem__(self, number: slice) -> Selected: ...
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return self.select(range(len(self))[number])
-        return self._row(range(len(self))[number])
+        return self.select(range(len(self))[number]) if isinstance(number, slice) else super().__getitem__(number)
 
     def select(self, numbers: Sequence[int] | np.ndarray) -> Selected:
         """The rows of these numbers, in their order."""
@@ -99,7 +96,7 @@ class Selected(RowView):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def _row(self, number: int) -> Row:
+    def _item(self, number: int) -> Row:
         return self._rows[int(self._numbers[number])]
 
     def has_all(self, column: str) -> bool:

@@ -501,7 +501,6 @@ def test_a_prompt_that_is_none_is_named_by_its_row(tmp_path, tokenizer):
 def test_memory_hardly_grows_with_the_data(tmp_path, tokenizer, monkeypatch):
     """Bytes of each further row: at first where its line begins, later how long it is and whether it is kept."""
     monkeypatch.setattr(json_lines, "_BLOCK", 1 << 14)
-    monkeypatch.setattr(cache, "_BLOCK", 1 << 14)
     monkeypatch.setattr(token_cache, "_CHUNK", 200)
 
     def peaks(count: int) -> list[int]:
