@@ -27,13 +27,7 @@ class RLOOConfig(GroupConfig):
     off_policy: OffPolicyConfig = key(lambda: OffPolicyConfig(level="sequence"))
     """Corrections for stale samples; the level is "sequence", as the ratio's."""
 
-    @property
-    def ratio(self) -> Literal["sequence"]:
-        return "sequence"
-
-    @property
-    def normalization(self) -> Literal["sequence"]:
-        return "sequence"
+    ratio = normalization = "sequence"
 
     def check(self) -> None:
         super().check()

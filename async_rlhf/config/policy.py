@@ -111,20 +111,15 @@ class RatioConfig(KLPenaltyConfig):
         """How far above 1 the ratio is clipped."""
         return self.cliprange if self.cliprange_high is None else self.cliprange_high
 
-    @property
-    def ratio(self) -> Literal["token", "sequence", "sequence_mean"]:
-        """The ratio of each token, of the sample (the product over its tokens), or the geometric mean over these."""
-        return "token"
-
-    @property
-    def surrogate(self) -> Literal["clipped", "cispo"]:
-        """How the loss combines ratio and advantage."""
-        return "clipped"
-
-    @property
-    def normalization(self) -> Literal["sequence", "token", "constant"]:
-        """What the loss is divided by: samples and the tokens of each, all tokens, or a constant for each sample."""
-        return "token"
+    # No keys, as they have no type here: an algorithm may give them one.
+    ratio = "token"
+    """The ratio of each token, of the sample ("sequence", the product over its tokens), or the geometric mean over
+    these ("sequence_mean")."""
+    surrogate = "clipped"
+    """How the loss combines ratio and advantage: "clipped" or "cispo"."""
+    normalization = "token"
+    """What the loss is divided by: samples and the tokens of each ("sequence"), all tokens, or a "constant" for each
+    sample."""
 
 
 @dataclass(frozen=True)
