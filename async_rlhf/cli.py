@@ -22,6 +22,9 @@ from async_rlhf.system.errors import DiffersError, UserCodeError
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 10.0
+_FIRST = {**dict.fromkeys(("replay", "explain", "feedback", "workers"), "run"), "recipes": "name", "config": "file"}
+_FIRST |= {"sweep": "config", "certify": "config"}
+"""The option that a command's first word is for."""
 
 
 def usage() -> str:
@@ -111,19 +114,13 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
     ``report A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``recipes NAME`` as ``--name NAME``,
     ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as ``--train.resume=true``, ``sft --resume`` as
     ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
-    if name in ("replay", "explain", "feedback") and words and not words[0].startswith("-"):
-        return ["--run", *words]
-    if name == "recipes" and words and not words[0].startswith("-"):
-        return ["--name", *words]
-    if name in ("sweep", "certify") and words and not words[0].startswith("-"):
-        return ["--config", *words]
-    if name == "workers" and words and not words[0].startswith("-"):
-        count = ["--workers"] if words[1:] and not words[1].startswith("-") else []
-        return ["--run", words[0], *count, *words[1:]]
     if name == "config" and words[:1] == ["migrate"]:
-        return [*(["--file"] if words[1:] and not words[1].startswith("-") else []), *words[1:]]
-    if name == "config" and words not in (["-h"], ["--help"], ["--help-all"]):
+        words = words[1:]
+    elif name == "config" and words not in (["-h"], ["--help"], ["--help-all"]):
         raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
+    if name in _FIRST and words and not words[0].startswith("-"):
+        count = ["--workers"] if name == "workers" and words[1:] and not words[1].startswith("-") else []
+        return [f"--{_FIRST[name]}", words[0], *count, *words[1:]]
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
     if name == "report":
