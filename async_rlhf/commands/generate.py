@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.commands.distributed import on_ranks
 from async_rlhf.commands.evaluation.sampling import first_prompts, sampled_in_shares, sampling_params
@@ -26,7 +26,6 @@ from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.engines import ModelSpec, make_engine
-from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
 from async_rlhf.learner.launch import rank_device
@@ -255,23 +254,32 @@ def _generated(
         folder: where the file is.
         anew: replace a file that has another configuration.
     """
-    output = folder / f"{name}.jsonl"
+    output, partial, ranks = folder / f"{name}.jsonl", folder / f".{name}.jsonl.part", engines.ranks
     inputs: dict[str, Source] = {"models": config.models, "data": config.data}
     stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
-    ranks, partial = engines.ranks, folder / f".{name}.jsonl.part"
+    size = _CHUNK * config.batch_size
 
     def begun() -> int | None:
         """How many are there already; None if the file is complete."""
-        if _done(stage, anew):
-            return None
-        chunk = _CHUNK * config.batch_size
-        return sum(1 for _ in _begun(partial, json.dumps(stage.identity), chunk, len(prompts)))
+        try:
+            if stage.done() is not None:
+                return None
+        except ConfigError as error:
+            if not anew or isinstance(error, InUseError):
+                raise
+            stage.hold()
+        return _begun(partial, json.dumps(stage.identity), size, len(prompts))
 
     there = ranks.broadcast(f"samples of {name}", begun)
     if there is not None:
-        if there < len(prompts):
-            engine, params = engines.of(name, config.models[name], tokenizer)
-            _sample(name, engine, params, prompts[there:], tokenizer, config, partial, ranks)
+        if (left := len(prompts) - there) > 0:
+            engine = engines.of(name, config.models[name], tokenizer)
+            with progress_bar(f"generate: {name}", left, ranks.is_main) as progress:
+                for start in range(0, left, size):
+                    chunk = prompts[there + start :][:size]
+                    groups = sampled_in_shares(engine, chunk, ranks, _behind(progress, start))
+                    if ranks.is_main:
+                        _append(partial, chunk, [group[0] for group in groups], tokenizer, config.prompt_field)
         if ranks.is_main:
             _publish(stage, partial, output, len(prompts), config.models[name], config)
     return ranks.broadcast(f"answers of {name}", lambda: _read(output))
@@ -288,25 +296,13 @@ def _publish(stage: Stage, partial: Path, output: Path, prompts: int, model: str
     partial.unlink()
 
 
-def _done(stage: Stage, anew: bool) -> bool:
-    try:
-        return stage.done() is not None
-    except InUseError:
-        raise
-    except ConfigError:
-        if not anew:
-            raise
-        stage.hold()
-        return False
-
-
 def _read(path: Path) -> list[Generation]:
     with path.open(encoding="utf-8") as file:
         return [Generation.read(line) for line in file]
 
 
-def _begun(partial: Path, identity: str, chunk: int, prompts: int) -> Iterator[str]:
-    """The complete chunks of an unfinished file, if it has the same identity; else the file is started afresh.
+def _begun(partial: Path, identity: str, chunk: int, prompts: int) -> int:
+    """Completions in the complete chunks of an unfinished file, if it has the same identity; else it is started afresh.
 
     An incomplete chunk is sampled again as a whole, because the last digits of log-probabilities depend on which
     completions share a batch.
@@ -318,27 +314,7 @@ def _begun(partial: Path, identity: str, chunk: int, prompts: int) -> Iterator[s
     kept = lines[: 1 + (done if done == prompts else done // chunk * chunk)] if mine else [identity]
     if kept != lines:
         partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    yield from kept[1:]
-
-
-def _sample(
-    name: str,
-    engine: Any,
-    params: SamplingParams,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    config: GenerateConfig,
-    partial: Path,
-    ranks: Ranks,
-) -> None:
-    """Sample chunk by chunk; rank 0 writes each to the file."""
-    size = _CHUNK * config.batch_size
-    with progress_bar(f"generate: {name}", len(prompts), ranks.is_main) as progress:
-        for start in range(0, len(prompts), size):
-            chunk = prompts[start : start + size]
-            groups = sampled_in_shares(engine, chunk, ranks, _behind(progress, start))
-            if ranks.is_main:
-                _append(partial, chunk, [group[0] for group in groups], tokenizer, config.prompt_field)
+    return len(kept) - 1
 
 
 def _behind(progress: Callable[[int], None], start: int) -> Callable[[int], None]:
@@ -358,18 +334,10 @@ def _append(
     with partial.open("a", encoding="utf-8") as file:
         for prompt, sample, text in zip(prompts, samples, texts, strict=True):
             columns = dict(prompt.columns)
-            query = str(columns.pop(prompt_field))
-            generation = Generation(
-                query,
-                text,
-                sample.finish_reason,
-                tuple(sample.drawn.tolist()),
-                tuple(sample.logprobs[sample.sampled].tolist()),
-                prompt.tokens,
-                prompt.row,
-                columns,
-            )
-            file.write(json.dumps(asdict(generation), default=str) + "\n")
+            query, drawn = str(columns.pop(prompt_field)), tuple(sample.drawn.tolist())
+            logprobs = tuple(sample.logprobs[sample.sampled].tolist())
+            known = (query, text, sample.finish_reason, drawn, logprobs, prompt.tokens, prompt.row, columns)
+            file.write(json.dumps(asdict(Generation(*known)), default=str) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -389,30 +357,21 @@ class _Engines:
         self._copy: Any = None
         self._shape: dict[str, Any] = {}
 
-    def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, SamplingParams]:
-        """An engine that samples from the model of that folder or hub name, and its sampling parameters."""
-        copies = "policy" not in find(self.config.engine).supports
-        trust, device = self.config.trust_remote_code, torch.device("cpu") if copies else self.device
-        model = load_policy(source, device, key=f"models.{name}", trust=trust)
-        params = sampling_params(model, tokenizer, self.config, 1, self.longest)
-        if copies:
-            return self._load(model, params), params
-        return TransformersEngine(model.to(getattr(torch, self.config.dtype)), params), params
-
-    def _load(self, model: PreTrainedModel, params: SamplingParams) -> Any:
+    def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """An engine that samples from the model of that folder or hub name."""
+        config, copies = self.config, "policy" not in find(self.config.engine).supports
+        device, dtype = torch.device("cpu") if copies else self.device, getattr(torch, config.dtype)
+        model = load_policy(source, device, key=f"models.{name}", trust=config.trust_remote_code)
+        params = sampling_params(model, tokenizer, config, 1, self.longest)
+        if not copies:
+            return TransformersEngine(model.to(dtype), params)
         unlike = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "architectures", "transformers_version")
         shape = {key: value for key, value in model.config.to_dict().items() if key not in unlike}
         if self._copy is None or shape != self._shape:
             self.close()
-            spec = ModelSpec(
-                type(model),
-                model.config,
-                getattr(torch, self.config.dtype),
-                self.device.type,
-                engine=self.config.engine,
-                vllm=self.config.vllm,
-                max_length=self.longest + self.config.response_length,
-            )
+            engine, vllm, length = config.engine, config.vllm, self.longest + config.response_length
+            kind = self.device.type
+            spec = ModelSpec(type(model), model.config, dtype, kind, engine=engine, vllm=vllm, max_length=length)
             self._copy, self._shape = make_engine(spec, params), shape
         self._copy.params = replace(params)
         self._copy.load(named_weights(model), self._copy.version + 1)
