@@ -42,6 +42,8 @@ class GuardedPort:
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self.secret = os.urandom(32)
+        self._accepted: dict[int, socket.socket] = {}
+        self._waiting: list[_Peer] = []
 
     def accept(self, numbers: Collection[int], seconds: float) -> dict[int, socket.socket]:
         """Wait for the peers of these numbers, then close the port.
@@ -57,41 +59,38 @@ class GuardedPort:
             TimeoutError: a peer did not come.
             ConnectionAbortedError: the port was closed meanwhile.
         """
-        accepted: dict[int, socket.socket] = {}
-        waiting: list[_Peer] = []
         deadline = time.monotonic() + seconds
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._server, selectors.EVENT_READ)
-                while len(accepted) < len(numbers):
+            with selectors.DefaultSelector() as self._selector:
+                self._selector.register(self._server, selectors.EVENT_READ)
+                while missing := sorted(set(numbers) - self._accepted.keys()):
                     if time.monotonic() > deadline:
-                        missing = ", ".join(str(number) for number in sorted(set(numbers) - accepted.keys()))
-                        raise TimeoutError(f"number {missing} did not come within {seconds:g} s")
+                        raise TimeoutError(f"number {', '.join(map(str, missing))} did not come within {seconds:g} s")
                     if self._server.fileno() < 0:
                         raise ConnectionAbortedError("the port was closed")
-                    for key, _ in selector.select(0.5):
+                    for key, _ in self._selector.select(0.5):
                         if key.data is None:
-                            self._accept_one(selector, waiting)
-                        elif key.data in waiting:
-                            self._read_from(selector, waiting, key.data, numbers, accepted)
+                            self._accept_one()
+                        elif key.data in self._waiting:
+                            self._read_from(key.data, numbers)
                     now = time.monotonic()
-                    for peer in [one for one in waiting if now > one.until]:
-                        _disconnect(selector, waiting, peer)
+                    for peer in [one for one in self._waiting if now > one.until]:
+                        self._disconnect(peer)
         except BaseException:
-            for connection in accepted.values():
+            for connection in self._accepted.values():
                 connection.close()
             raise
         finally:
-            for peer in waiting:
+            for peer in self._waiting:
                 peer.connection.close()
             self.close()
-        return accepted
+        return self._accepted
 
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
 
-    def _accept_one(self, selector: selectors.BaseSelector, waiting: list[_Peer]) -> None:
+    def _accept_one(self) -> None:
         try:
             connection, _ = self._server.accept()
             connection.setblocking(False)
@@ -103,19 +102,12 @@ class GuardedPort:
         except OSError:
             connection.close()
             return
-        selector.register(connection, selectors.EVENT_READ, peer)
-        waiting.append(peer)
-        if len(waiting) > _MOST_WAITING:
-            _disconnect(selector, waiting, waiting[0])
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._waiting.append(peer)
+        if len(self._waiting) > _MOST_WAITING:
+            self._disconnect(self._waiting[0])
 
-    def _read_from(
-        self,
-        selector: selectors.BaseSelector,
-        waiting: list[_Peer],
-        peer: _Peer,
-        numbers: Collection[int],
-        accepted: dict[int, socket.socket],
-    ) -> None:
+    def _read_from(self, peer: _Peer, numbers: Collection[int]) -> None:
         """Read from a peer; accept it once its proof is complete and right."""
         length = _NUMBER + _NONCE + _PROOF
         try:
@@ -130,18 +122,21 @@ class GuardedPort:
         said, proof = peer.said[:-_PROOF], peer.said[-_PROOF:]
         number = int.from_bytes(said[:_NUMBER], "big")
         known = len(peer.said) == length and hmac.compare_digest(_proof(self.secret, b"peer", peer.nonce, said), proof)
-        if not known or number not in numbers or number in accepted:
-            _disconnect(selector, waiting, peer)
-            return
+        self._selector.unregister(peer.connection)
+        self._waiting.remove(peer)
         try:
+            if not known or number not in numbers or number in self._accepted:
+                raise ConnectionRefusedError
             peer.connection.send(_proof(self.secret, b"host", peer.nonce, said))
+            peer.connection.setblocking(True)
+            self._accepted[number] = peer.connection
         except OSError:
-            _disconnect(selector, waiting, peer)
-            return
-        selector.unregister(peer.connection)
-        waiting.remove(peer)
-        peer.connection.setblocking(True)
-        accepted[number] = peer.connection
+            peer.connection.close()
+
+    def _disconnect(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        self._waiting.remove(peer)
+        peer.connection.close()
 
 
 @dataclass(eq=False)
@@ -150,12 +145,6 @@ class _Peer:
     nonce: bytes = field(default_factory=lambda: os.urandom(_NONCE))
     said: bytes = b""
     until: float = field(default_factory=lambda: time.monotonic() + _PROOF_SECONDS)
-
-
-def _disconnect(selector: selectors.BaseSelector, waiting: list[_Peer], peer: _Peer) -> None:
-    selector.unregister(peer.connection)
-    waiting.remove(peer)
-    peer.connection.close()
 
 
 def connect(host: str, port: int, secret: bytes, number: int, seconds: float) -> socket.socket:
