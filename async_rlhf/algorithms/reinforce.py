@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from async_rlhf.algorithms.policy import (
-    credited,
-    policy_loss,
-    ratio_needs,
-    rest_of_score,
-    rewards_of_groups,
-    rewards_of_tokens,
-    teaching,
-)
+from async_rlhf.algorithms import policy
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import at_least, inside, key
 from async_rlhf.config.policy import GroupConfig, KLConfig, OffPolicyConfig, RatioConfig
@@ -60,10 +52,10 @@ def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
     """One advantage for each sample: its reward less the mean reward of the prompt's other samples."""
     from async_rlhf.algorithms.advantages import leave_one_out
 
-    return credited(experience, leave_one_out(rewards_of_groups(experience, config)), config)
+    return policy.credited(experience, leave_one_out(policy.rewards_of_groups(experience, config)), config)
 
 
-RLOO = Algorithm("rloo", RLOOConfig, rloo_credit, policy_loss, needs=ratio_needs)
+RLOO = Algorithm("rloo", RLOOConfig, rloo_credit, policy.policy_loss, needs=policy.ratio_needs)
 
 
 def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Experience:
@@ -78,14 +70,16 @@ def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Ex
     sampled_BT, scores_B = experience.sampled_BT, experience.scores_B
     if config.baseline == "group":
         scores_B = group_normalized(scores_B.view(-1, config.samples_per_prompt), "none").flatten()
-    rewards_BT = rewards_of_tokens(experience, rest_of_score(experience, scores_B), config.kl)
+    rewards_BT = policy.rewards_of_tokens(experience, policy.rest_of_score(experience, scores_B), config.kl)
     none_BT = rewards_BT.new_zeros(rewards_BT.shape)
     left_BT, _ = gae(rewards_BT, none_BT, sampled_BT, config.gamma, lam=1.0, over=config.gamma_over)
     advantages_BT = whiten(left_BT, sampled_BT)
-    has_gradient_U = teaching(advantages_BT, sampled_BT, config.kl)
+    has_gradient_U = policy.teaching(advantages_BT, sampled_BT, config.kl)
     return replace(
         experience, advantages_BT=advantages_BT, loss_weights_U=sampled_BT.sum(dim=1), has_gradient_U=has_gradient_U
     )
 
 
-REINFORCE_PP = Algorithm("reinforce_pp", ReinforcePPConfig, reinforce_pp_credit, policy_loss, needs=ratio_needs)
+REINFORCE_PP = Algorithm(
+    "reinforce_pp", ReinforcePPConfig, reinforce_pp_credit, policy.policy_loss, needs=policy.ratio_needs
+)

@@ -16,14 +16,8 @@ from async_rlhf.commands.replicas import Replica, run_side_by_side
 from async_rlhf.config import ConfigError, ServeConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.secrets import API_KEY_VARIABLE
+from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.placement import available_cores
-from async_rlhf.generation.vllm_engine import (
-    CPU_KV_CACHE_GB,
-    CPU_OPTIONS,
-    cpu_environment,
-    gpu_environment,
-    threads_of_each,
-)
 from async_rlhf.generation.vllm_requests import own_seed
 from async_rlhf.models.loading import check_source, with_revision
 from async_rlhf.system.subprocesses import require_own_package
@@ -83,13 +77,13 @@ def _replica(config: ServeConfig, number: int, has_gpu: bool) -> Replica:
         environment |= {API_KEY_VARIABLE: config.api_key, "VLLM_API_KEY": config.api_key}
     gpus, threads = config.tensor_parallel_size, config.num_threads
     if not has_gpu:
-        environment |= cpu_environment()
+        environment |= vllm_engine.cpu_environment()
         if threads is None and config.replicas * gpus > 1:
             threads = max(1, available_cores() // config.replicas)
     elif config.replicas > 1:
-        environment |= gpu_environment([f"cuda:{gpu}" for gpu in range(number * gpus, (number + 1) * gpus)])
+        environment |= vllm_engine.gpu_environment([f"cuda:{gpu}" for gpu in range(number * gpus, (number + 1) * gpus)])
     if threads is not None:
-        environment |= threads_of_each(1 if has_gpu else gpus, threads)
+        environment |= vllm_engine.threads_of_each(1 if has_gpu else gpus, threads)
     port = config.port + number
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += arguments(replace(config, port=port), has_gpu)
@@ -100,7 +94,7 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
     """Arguments of vLLM's own server."""
     kv_cache_gb = config.kv_cache_gb
     if kv_cache_gb is None and not has_gpu:
-        kv_cache_gb = CPU_KV_CACHE_GB
+        kv_cache_gb = vllm_engine.CPU_KV_CACHE_GB
     model, revision = with_revision(config.model)
     options = {
         "model": model,
@@ -123,7 +117,7 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         "enforce_eager": not has_gpu if config.enforce_eager is None else config.enforce_eager,
-        **({} if has_gpu else CPU_OPTIONS),
+        **({} if has_gpu else vllm_engine.CPU_OPTIONS),
         **config.options,
     }
     words: list[str] = []

@@ -20,14 +20,7 @@ def why_nowhere(name: str, kind: Literal["model", "dataset"]) -> str | None:
 
     One question without retries, where loading would try for half a minute before it gives up.
     """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import HfApi, constants, errors
 
     # What the hub's client has fetched, and what datasets has made of it.
     rows = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
@@ -36,13 +29,13 @@ def why_nowhere(name: str, kind: Literal["model", "dataset"]) -> str | None:
         return None
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
-    except GatedRepoError:
+    except errors.GatedRepoError:
         return None
-    except (RepositoryNotFoundError, HFValidationError):
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         return f"there is no such folder, and the hub has no such {kind}"
-    except OfflineModeIsEnabled:
+    except errors.OfflineModeIsEnabled:
         return "there is no such folder, and the hub is not asked (HF_HUB_OFFLINE)"
-    except (OSError, LocalEntryNotFoundError):
+    except (OSError, errors.LocalEntryNotFoundError):
         return "there is no such folder; if it is a name on the hub, that cannot be reached now"
     except Exception as error:  # of the client's own kinds, which differ between its versions
         if "Connect" in type(error).__name__ or "Timeout" in type(error).__name__:
