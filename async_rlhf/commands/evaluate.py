@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.commands.distributed import done_by, on_ranks
+from async_rlhf.commands.evaluation import statistics
 from async_rlhf.commands.evaluation.likelihood import (
     EncodedRow,
     loss_and_perplexity,
@@ -22,13 +23,6 @@ from async_rlhf.commands.evaluation.likelihood import (
 )
 from async_rlhf.commands.evaluation.penalties import training_penalties
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
-from async_rlhf.commands.evaluation.statistics import (
-    clustered_mean_interval,
-    length_controlled_win_rate,
-    outcomes,
-    paired_difference,
-    win_rate,
-)
 from async_rlhf.commands.evaluation.tables import WIDTH, format_table, side_by_side
 from async_rlhf.commands.evaluation.tracking import log_to_trackers
 from async_rlhf.commands.generate import (
@@ -84,6 +78,37 @@ class _Answers:
         return [len(row.tokens) - row.start for row in self.rows]
 
 
+@dataclass(slots=True)
+class _Evaluation:
+    """All answers that are compared, each list with one entry per prompt."""
+
+    config: EvaluateConfig
+    distribution: Distribution
+    """How the models' answers were drawn."""
+    lines: Sequence[Generation]
+    """The prompts, as one model's lines."""
+    dropped: int
+    """Prompts that were too long."""
+    answers: dict[str, _Answers]
+    human: _Answers | None
+
+    @property
+    def everyone(self) -> dict[str, _Answers]:
+        """The human, if there are such answers, and the models."""
+        return ({HUMAN: self.human} if self.human is not None else {}) | self.answers
+
+    @property
+    def clusters(self) -> list[str]:
+        """Clusters of dependent answers: those to the same prompt, if the data repeats one."""
+        return [line.query for line in self.lines]
+
+    def gold(self, one: _Answers) -> dict[str, Any]:
+        """The mean gold reward, if there is one."""
+        if one.scores is None:
+            return {}
+        return {"gold_mean": statistics.clustered_mean_interval(one.scores, self.clusters)._asdict()}
+
+
 def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """Have every model answer the same prompts with the same random numbers, judge the answers, and compare.
 
@@ -121,41 +146,35 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         judge = RewardJudge.of(config, device, ranks)
     elif ranks.is_main:
         pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
-    distribution, lines, dropped, answers, human = _answers(config, models, folder, ranks)
-    reference = config.reference or next(iter(answers))
-    require(reference in answers, "reference", reference, f"must be one of the models: {', '.join(answers)}")
-    everyone = ({HUMAN: human} if human is not None else {}) | answers
-    if judge is None and len(everyone) < 2:
+    given = _answers(config, models, folder, ranks)
+    reference = config.reference or next(iter(given.answers))
+    right = f"must be one of the models: {', '.join(given.answers)}"
+    require(reference in given.answers, "reference", reference, right)
+    if judge is None and len(given.everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
-    notes = [] if judge is None else _score(config, judge, lines, answers, everyone)
+    notes = [] if judge is None else _score(given, judge)
     results: dict[str, Any] = {
         "reference": reference,
-        "prompts": len(lines),
-        "dropped": dropped,
-        "reference_response": None if human is None else _gold(human, lines),
-        "models": ranks.broadcast("comparisons", lambda: _comparisons(lines, answers, everyone, reference, pairwise)),
+        "prompts": len(given.lines),
+        "dropped": given.dropped,
+        "reference_response": None if given.human is None else given.gold(given.human),
+        "models": ranks.broadcast("comparisons", lambda: _comparisons(given, reference, pairwise)),
         "notes": notes,
     }
-    _likelihoods(config, distribution, results["models"], answers, human, reference, device, _clusters(lines), ranks)
+    _likelihoods(given, results["models"], reference, device, Parallel(ranks))
     if ranks.is_main:
-        _publish(config, stage, results, _sample_rows(lines, answers, human))
+        _publish(config, stage, results, _sample_rows(given))
     return results
 
 
-def _comparisons(
-    lines: Sequence[Generation],
-    answers: dict[str, _Answers],
-    everyone: dict[str, _Answers],
-    reference: str,
-    pairwise: PairwiseJudge | None,
-) -> dict[str, dict[str, Any]]:
+def _comparisons(given: _Evaluation, reference: str, pairwise: PairwiseJudge | None) -> dict[str, dict[str, Any]]:
     """By model, its gold reward, and how it compares with the human and with the reference."""
-    found = {name: _gold(one, lines) for name, one in answers.items()}
-    for name, one in answers.items():
+    found = {name: given.gold(one) for name, one in given.answers.items()}
+    for name, one in given.answers.items():
         for opponent in (HUMAN, reference):
-            if opponent in everyone and opponent != name:
-                pair = (lines, one, everyone[opponent])
-                found[name] |= _compared(opponent, *pair, pairwise, f"evaluate: {name} and {opponent}")
+            if opponent in given.everyone and opponent != name:
+                label = f"evaluate: {name} and {opponent}"
+                found[name] |= _compared(opponent, given, one, given.everyone[opponent], pairwise, label)
     return found
 
 
@@ -170,16 +189,11 @@ def _publish(config: EvaluateConfig, stage: Stage, results: dict[str, Any], samp
         log_to_trackers(Path(config.run), results, samples[: config.num_samples])
 
 
-def _score(
-    config: EvaluateConfig,
-    judge: RewardJudge,
-    lines: Sequence[Generation],
-    answers: dict[str, _Answers],
-    everyone: dict[str, _Answers],
-) -> list[str]:
+def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
     """Score all answers; returns how the scores differ from those of training, in words."""
+    config, lines, everyone = given.config, given.lines, given.everyone
     try:
-        penalties = training_penalties(one.source for one in answers.values() if one.source is not None)
+        penalties = training_penalties(one.source for one in given.answers.values() if one.source is not None)
     except ConfigError:
         if config.penalties is not None:
             raise
@@ -193,7 +207,7 @@ def _score(
         return []
     penalised = {name: penalties.applied(one.scores or (), one.ended, one.lengths) for name, one in everyone.items()}
     if config.penalties is None:
-        means = ", ".join(f"{name} {sum(penalised[name]) / len(lines):.3f}" for name in answers)
+        means = ", ".join(f"{name} {sum(penalised[name]) / len(lines):.3f}" for name in given.answers)
         told = f"Scores here are without penalties; {penalties}"
         return [f"{told}. With that the means are: {means} (--penalties training)."]
     for name, one in everyone.items():
@@ -212,10 +226,8 @@ def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Sour
     return inputs
 
 
-def _answers(
-    config: EvaluateConfig, models: Mapping[str, str], folder: Path, ranks: Ranks
-) -> tuple[Distribution, Sequence[Generation], int, dict[str, _Answers], _Answers | None]:
-    """How they were drawn, prompts (as one model's lines), how many were dropped, the models' and the human answers."""
+def _answers(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ranks: Ranks) -> _Evaluation:
+    """The models' answers and the human ones."""
     if config.generations is not None:
         distribution, found = read_generations(Path(config.generations))
         found = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in found.items()}
@@ -229,9 +241,11 @@ def _answers(
     if len(lines) < 2:
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
-    require(len(set(_clusters(lines))) > 1, "data", len(lines), right)
-    tokenizer = _tokenizer(config, models, answers, lines)
-    return distribution, lines, dropped, answers, None if tokenizer is None else _human_answers(lines, tokenizer)
+    given = _Evaluation(config, distribution, lines, dropped, answers, None)
+    require(len(set(given.clusters)) > 1, "data", len(lines), right)
+    if (tokenizer := _tokenizer(given, models)) is not None:
+        given.human = _human_answers(lines, tokenizer)
+    return given
 
 
 def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
@@ -244,15 +258,13 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
     )
 
 
-def _tokenizer(
-    config: EvaluateConfig, models: Mapping[str, str], answers: dict[str, _Answers], lines: Sequence[Generation]
-) -> PreTrainedTokenizerBase | None:
+def _tokenizer(given: _Evaluation, models: Mapping[str, str]) -> PreTrainedTokenizerBase | None:
     """The models' tokenizer; for generations whose models are gone, that of ref_model, else None.
 
     Raises:
         ConfigError: ref_model has a different tokenizer from the models.
     """
-    trust = config.trust_remote_code
+    config, trust = given.config, given.config.trust_remote_code
     if config.generations is None:
         tokenizer = shared_tokenizer(models, trust)
         if config.ref_model is not None:
@@ -260,12 +272,12 @@ def _tokenizer(
         return tokenizer
     if config.ref_model is not None:
         tokenizer = load_tokenizer(config.ref_model, key="ref_model", trust=trust)
-        for line in lines[:100]:
+        for line in given.lines[:100]:
             tokens = line.tokens[:-1] if line.finish_reason == "stop" else line.tokens
             right = "must be a model with the tokenizer of those that sampled the generations"
             require(tokenizer.decode(list(tokens)) == line.completion, "ref_model", config.ref_model, right)
         return tokenizer
-    for one in answers.values():
+    for one in given.answers.values():
         with suppress(ConfigError):
             return load_tokenizer(one.source or "", key="generations", trust=trust)
     logger.warning("generations: no tokenizer of the models is there any more; human responses are left out")
@@ -289,59 +301,35 @@ def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBa
     return _Answers(texts, [True] * len(texts), encoded_rows)
 
 
-def _clusters(lines: Sequence[Generation]) -> list[str]:
-    """Clusters of dependent answers: those to the same prompt, if the data repeats one."""
-    return [line.query for line in lines]
-
-
-def _gold(answers: _Answers, lines: Sequence[Generation]) -> dict[str, Any]:
-    if answers.scores is None:
-        return {}
-    return {"gold_mean": clustered_mean_interval(answers.scores, _clusters(lines))._asdict()}
-
-
 def _compared(
-    opponent: str,
-    lines: Sequence[Generation],
-    ours: _Answers,
-    theirs: _Answers,
-    pairwise: PairwiseJudge | None,
-    label: str,
+    opponent: str, given: _Evaluation, ours: _Answers, theirs: _Answers, pairwise: PairwiseJudge | None, label: str
 ) -> dict[str, Any]:
     """Win-rates and the difference of scores against one opponent."""
     found: dict[str, Any] = {}
     if pairwise is not None:
-        pairs = [Pair(line.query, a, b) for line, a, b in zip(lines, ours.texts, theirs.texts, strict=True)]
+        pairs = [Pair(line.query, a, b) for line, a, b in zip(given.lines, ours.texts, theirs.texts, strict=True)]
         won, shares = pairwise.outcomes(pairs, label)
         found |= {f"{name}_vs_{opponent}": share for name, share in shares.items()}
     else:
         assert ours.scores is not None
         assert theirs.scores is not None
-        won = outcomes(ours.scores, theirs.scores)
-        difference = paired_difference(ours.scores, theirs.scores, _clusters(lines))
+        won = statistics.outcomes(ours.scores, theirs.scores)
+        difference = statistics.paired_difference(ours.scores, theirs.scores, given.clusters)
         found[f"gold_difference_vs_{opponent}"] = difference._asdict()
     longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
     return {
-        f"win_rate_vs_{opponent}": win_rate(won, _clusters(lines))._asdict(),
+        f"win_rate_vs_{opponent}": statistics.win_rate(won, given.clusters)._asdict(),
         f"ties_vs_{opponent}": won.count(0.5) / len(won),
-        f"length_controlled_win_rate_vs_{opponent}": length_controlled_win_rate(won, longer)._asdict(),
+        f"length_controlled_win_rate_vs_{opponent}": statistics.length_controlled_win_rate(won, longer)._asdict(),
         **found,
     }
 
 
 def _likelihoods(
-    config: EvaluateConfig,
-    distribution: Distribution,
-    found: dict[str, dict[str, Any]],
-    answers: dict[str, _Answers],
-    human: _Answers | None,
-    reference: str,
-    device: torch.device,
-    clusters: Sequence[str],
-    ranks: Ranks,
+    given: _Evaluation, found: dict[str, dict[str, Any]], reference: str, device: torch.device, parallel: Parallel
 ) -> None:
     """Add the results that need models: KL to the reference, perplexities, and lengths. The ranks share the passes."""
-    parallel = Parallel(ranks)
+    config, distribution, answers, human = given.config, given.distribution, given.answers, given.human
     for name, one in answers.items():
         if config.generations is None:  # by the models themselves, without the sampling engine's rounding
             assert one.source is not None
@@ -368,7 +356,7 @@ def _likelihoods(
         if model is not None:
             reference_sums = _logprobs(model, one, config, whole, parallel, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
-            found[name]["kl_to_reference"] = clustered_mean_interval(kl, clusters)._asdict()
+            found[name]["kl_to_reference"] = statistics.clustered_mean_interval(kl, given.clusters)._asdict()
             if distribution.temperature != 1.0:
                 label = f"perplexity of {name} under the reference"
                 reference_sums = _logprobs(model, one, config, Distribution(1.0), parallel, label)
@@ -394,9 +382,9 @@ def _logprobs(
     return sums_R.tolist()
 
 
-def _sample_rows(
-    lines: Sequence[Generation], answers: dict[str, _Answers], human: _Answers | None
-) -> list[dict[str, Any]]:
+def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
+    human = given.human
+
     def score(one: _Answers, i: int) -> float | None:
         return None if one.scores is None else one.scores[i]
 
@@ -407,8 +395,8 @@ def _sample_rows(
             "reference_score": None if human is None else score(human, i),
             "models": {
                 name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i]}
-                for name, one in answers.items()
+                for name, one in given.answers.items()
             },
         }
-        for i, line in enumerate(lines)
+        for i, line in enumerate(given.lines)
     ]
