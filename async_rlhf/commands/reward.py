@@ -51,11 +51,6 @@ class EncodedPair:
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longer side."""
-        return max(len(self.chosen), len(self.rejected))
-
 
 def run_reward(config: RewardConfig) -> dict[str, Any]:
     """Train a reward model and save it with its tokenizer in ``config.output_dir``.

@@ -595,7 +595,7 @@ def test_examples_are_the_same_and_read_once(tmp_path, tokenizer, lines_read, ki
         found, also = examples_of(kind, load_rows(path), tokenizer)
         assert (sum(lines_read.values()) == 0) == (start == 1)
         assert ([*found], also) == (expected, counts)
-        lengths = [one.longest if kind == "pairs" else len(one.tokens) for one in expected]
+        lengths = [max(len(one.chosen), len(one.rejected)) if kind == "pairs" else len(one.tokens) for one in expected]
         assert found.lengths.tolist() == lengths
         assert (found[-1], found[3:9:2]) == (expected[-1], expected[3:9:2])
 
