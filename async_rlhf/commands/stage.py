@@ -147,7 +147,8 @@ class Stage:
                 f"output_dir: {str(self.folder)!r} holds other files; must be a new or empty folder, or hold an "
                 f"earlier result of {self.name}"
             )
-        begun = self._begun()
+        # Files that a killed stage had begun to write.
+        begun = json.loads(self._list_of_begun.read_text("utf-8")) if self._list_of_begun.is_file() else []
         for path in self.outputs:
             if path.exists() and not self.config.overwrite and path.name not in begun:
                 raise ConfigError(
@@ -178,12 +179,6 @@ class Stage:
     @property
     def _list_of_begun(self) -> Path:
         return self.folder / f".{self.marker.name}.begun"
-
-    def _begun(self) -> list[str]:
-        """Files that a killed stage had begun to write."""
-        if not self._list_of_begun.is_file():
-            return []
-        return json.loads(self._list_of_begun.read_text(encoding="utf-8"))
 
     def _marker_text(self, results: Mapping[str, Any]) -> str:
         content = {"stage": self.name, **self.identity, "results": dict(results)}
