@@ -17,13 +17,7 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.context_length import positions_of
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer
-from async_rlhf.rewards.functions import (
-    RewardError,
-    call_reward_functions,
-    function_name,
-    load_reward_functions,
-    numbers,
-)
+from async_rlhf.rewards import functions
 
 
 class RewardJudge:
@@ -56,7 +50,7 @@ class RewardJudge:
         ranks: Ranks | None = None,
     ) -> None:
         self.batch_size, self.ranks = batch_size, ranks or Ranks()
-        self.functions = load_reward_functions(reward_funcs) if self.ranks.is_main else []
+        self.functions = functions.load_reward_functions(reward_funcs) if self.ranks.is_main else []
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
@@ -105,22 +99,18 @@ class RewardJudge:
         scores: Sequence[float | None] = [None] * len(rows)
         if self.model is not None:
             scores = self._model_scores(prompts, completions, ended)
-        return self.ranks.broadcast("scores", lambda: self._with_functions(scores, prompts, rows, completions))
 
-    def _with_functions(
-        self,
-        scores: Sequence[float | None],
-        prompts: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        completions: Sequence[str],
-    ) -> list[float]:
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        for function in self.functions:
-            name = function_name(function)
-            rewards = call_reward_functions({name: function}, prompts, completions, columns)[name]
-            scores = [a if b is None else (a or 0.0) + b for a, b in zip(scores, rewards, strict=True)]
-        return numbers(scores, prompts, completions)
+        def with_functions() -> list[float]:
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name) for row in rows] for name in names}
+            found = scores
+            for function in self.functions:
+                name = functions.function_name(function)
+                rewards = functions.call_reward_functions({name: function}, prompts, completions, columns)[name]
+                found = [a if b is None else (a or 0.0) + b for a, b in zip(found, rewards, strict=True)]
+            return functions.numbers(found, prompts, completions)
+
+        return self.ranks.broadcast("scores", with_functions)
 
     def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
         assert self.model is not None
@@ -137,5 +127,5 @@ class RewardJudge:
         scores = score_rows(self.model, rows, self.batch_size, Parallel(self.ranks)).tolist()
         for row, score in zip(rows, scores, strict=True):
             if not math.isfinite(score):
-                raise RewardError(f"the reward model gave {score} for {self.tokenizer.decode(row)!r}")
+                raise functions.RewardError(f"the reward model gave {score} for {self.tokenizer.decode(row)!r}")
         return scores
