@@ -27,10 +27,10 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
@@ -60,8 +60,7 @@ _NOT_PROSE = re.compile(
 _SIGNATURE = re.compile(r"^[\w.\[\],]*\w\([^)]*\)?\s*(->|:|--|$)|->|^\w+\s*=")
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(NamedTuple):
     """One function with a usable docstring.
 
     `source` is the package (or file, or folder) it was found in, `module` and `qualname` are its place there,
@@ -76,8 +75,7 @@ class Function:
     summary: str
 
 
-@dataclass(frozen=True)
-class _File:
+class _File(NamedTuple):
     source: str
     module: str
     path: str
@@ -160,39 +158,35 @@ def write_splits(splits: Mapping[str, Sequence[Function]], out_dir: Path) -> dic
     if missing:
         raise ConfigError(f"splits lacks {missing}: it must have {list(SPLITS)}, found {sorted(splits)}")
     layout = {
-        "sft": ("train", ("query", "query_reference_response", "name")),
-        "rl": ("train", ("query", "name")),
-        "preference_prompts": ("preference", ("query", "reference_response", "name")),
-        "heldout": ("heldout", ("query", "query_reference_response", "reference_response", "name")),
+        "sft": ("train", ["query_reference_response"]),
+        "rl": ("train", []),
+        "preference_prompts": ("preference", ["reference_response"]),
+        "heldout": ("heldout", ["query_reference_response", "reference_response"]),
     }
     paths = {}
-    for stem, (part, fields) in layout.items():
+    for stem, (part, answers) in layout.items():
         paths[stem] = Path(out_dir) / f"{stem}.jsonl"
-        rows = ({field: _FIELDS[field](function) for field in fields} for function in splits[part])
-        _write_lines(paths[stem], (json.dumps(row) for row in rows))
+        _write_lines(paths[stem], (json.dumps(_row(function, answers)) for function in splits[part]))
     return paths
 
 
-_FIELDS: dict[str, Callable[[Function], str]] = {
-    "query": lambda function: function.query,
-    "reference_response": lambda function: function.summary,
-    "query_reference_response": lambda function: function.query + function.summary,
-    "name": lambda function: function.name,
-}
+def _row(function: Function, answers: Sequence[str]) -> dict[str, str]:
+    """A line of a file, with the summary in these columns."""
+    texts = {"reference_response": function.summary, "query_reference_response": function.query + function.summary}
+    return {"query": function.query, **{name: texts[name] for name in answers}, "name": function.name}
 
 
 def _list_files(source: str) -> list[_File]:
     """The Python files of one source, sorted by their path in it."""
     name, root, prefix = _locate(source)
-    if root.is_file():
-        return [_describe(name, root, name)]
-    found = sorted(_walk(root), key=lambda path: path.relative_to(root).as_posix())
+    found = [root] if root.is_file() else sorted(_walk(root), key=lambda path: path.relative_to(root).as_posix())
     files = []
     for path in found:
-        parts = [*prefix, *path.relative_to(root).with_suffix("").parts]
+        parts = [name] if path == root else [*prefix, *path.relative_to(root).with_suffix("").parts]
         if parts[-1] == "__init__" and len(parts) > 1:
             parts.pop()
-        files.append(_describe(name, path, ".".join(parts)))
+        stat = path.stat()
+        files.append(_File(name, ".".join(parts), str(path), stat.st_size, stat.st_mtime_ns))
     return files
 
 
@@ -229,11 +223,6 @@ def _walk(root: Path) -> Iterator[Path]:
                 yield Path(folder, file)
 
 
-def _describe(source: str, path: Path, module: str) -> _File:
-    stat = path.stat()
-    return _File(source, module, str(path), stat.st_size, stat.st_mtime_ns)
-
-
 def _parse_files(files: Sequence[_File], workers: int | None, progress: bool) -> list[Function]:
     """Parse all files, keep the first function of each query, and log the counts."""
     from rich.console import Console
@@ -250,7 +239,7 @@ def _parse_files(files: Sequence[_File], workers: int | None, progress: bool) ->
         task = bar.add_task("harvesting docstrings", total=total)
         for chunk, (rows, n_failed) in zip(chunks, _map_chunks(chunks, workers), strict=True):
             for row in rows:
-                by_query.setdefault(row[4], Function(*row))
+                by_query.setdefault(row.query, row)
             n_unparsed += n_failed
             bar.advance(task, sum(file.size for file in chunk))
     logger.info("harvested %d functions from %d files (%d did not parse)", len(by_query), len(files), n_unparsed)
@@ -271,10 +260,7 @@ def _chunks(files: Iterable[_File]) -> Iterator[list[_File]]:
         yield chunk
 
 
-_Rows = tuple[list[tuple[str, str, str, str, str, str]], int]
-
-
-def _map_chunks(chunks: Sequence[list[_File]], workers: int) -> Iterator[_Rows]:
+def _map_chunks(chunks: Sequence[list[_File]], workers: int) -> Iterator[tuple[list[Function], int]]:
     if workers == 1 or len(chunks) < 2:
         yield from map(_parse_chunk, chunks)
         return
@@ -287,8 +273,8 @@ def _map_chunks(chunks: Sequence[list[_File]], workers: int) -> Iterator[_Rows]:
         pool.shutdown(cancel_futures=True)
 
 
-def _parse_chunk(chunk: Sequence[_File]) -> _Rows:
-    """The rows of some files (fields of `Function`), and how many files did not parse."""
+def _parse_chunk(chunk: Sequence[_File]) -> tuple[list[Function], int]:
+    """The functions of some files, and how many files did not parse."""
     rows = []
     n_failed = 0
     for file in chunk:
@@ -305,7 +291,7 @@ def _parse_chunk(chunk: Sequence[_File]) -> _Rows:
         for node, qualname in _definitions(tree, ""):
             query, summary = _query(node), _summary(node)
             if query is not None and summary is not None:
-                rows.append((file.source, file.module, qualname, node.name, query, summary))
+                rows.append(Function(file.source, file.module, qualname, node.name, query, summary))
     return rows, n_failed
 
 
@@ -352,12 +338,12 @@ def _cache_key(files: Iterable[_File]) -> str:
     # The Python version counts because ast.unparse's text may change with it.
     key = hashlib.sha256(f"{FORMAT} {sys.version_info[:2]}".encode())
     for file in files:
-        key.update(f"\0{file.source}\0{file.module}\0{file.path}\0{file.size}\0{file.mtime_ns}".encode())
+        key.update("".join(f"\0{value}" for value in file).encode())
     return key.hexdigest()[:24]
 
 
 def _write_cache(path: Path, functions: Sequence[Function]) -> None:
-    lines = [json.dumps(asdict(function)) for function in functions]
+    lines = [json.dumps(function._asdict()) for function in functions]
     header = json.dumps({"functions": len(lines), "sha256": _checksum(lines)})
     _write_lines(path, [header, *lines])
 

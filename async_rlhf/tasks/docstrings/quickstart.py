@@ -6,11 +6,11 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from async_rlhf import OnlineDPOConfig
+from async_rlhf.commands.table import function_of
 from async_rlhf.config import EvaluateConfig, GenerationConfig, NewModelConfig, PairsConfig, RewardConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import launched_ranks
@@ -30,14 +30,10 @@ RUNS = {"synchronous": 0, "asynchronous": 1}
 
 def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
     """The configuration of every stage, in the order in which they run."""
-    out, seed = Path(config.out), config.seed
+    out = Path(config.out)
     data, pairs = out / "data", out / "pairs" / "pairs.jsonl"
-    sampling: dict[str, Any] = {
-        "response_length": RESPONSE_LENGTH,
-        "max_prompt_length": MAX_PROMPT_LENGTH,
-        "seed": seed,
-        "overwrite": config.overwrite,
-    }
+    again: dict[str, Any] = {"seed": config.seed, "overwrite": config.overwrite}
+    sampling = {"response_length": RESPONSE_LENGTH, "max_prompt_length": MAX_PROMPT_LENGTH, **again}
     stages: dict[str, Any] = {
         "data": DocstringsConfig(out=str(data), source=list(config.source), overwrite=config.overwrite),
         "sft": SFTConfig(
@@ -49,8 +45,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             learning_rate=3e-3,
             per_device_train_batch_size=16,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
-            seed=seed,
-            overwrite=config.overwrite,
+            **again,
         ),
         "pairs": PairsConfig(
             model=str(out / "sft"),
@@ -70,8 +65,7 @@ def stage_configs(config: QuickstartConfig) -> dict[str, Any]:
             learning_rate=1e-3,
             max_length=MAX_PROMPT_LENGTH + RESPONSE_LENGTH,
             center=False,  # few samples are trained on, and nothing here needs the zero point
-            seed=seed,
-            overwrite=config.overwrite,
+            **again,
         ),
     }
     stages |= {name: _online(out, name, staleness, config) for name, staleness in RUNS.items()}
@@ -114,32 +108,16 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
 
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     """Run every stage that is not done yet, and report. Returns the content of ``summary.json``."""
-    from async_rlhf.commands.evaluate import run_evaluate
-    from async_rlhf.commands.pairs import run_pairs
-    from async_rlhf.commands.reward import run_reward
-    from async_rlhf.commands.sft import run_sft
-    from async_rlhf.commands.train import run_train
-    from async_rlhf.tasks.docstrings.harvest import run_data
-
     right = "must be 1: start quickstart without torchrun or accelerate"
     require(launched_ranks() == 1, "the number of processes", launched_ranks(), right)
-    functions: dict[type, Callable[[Any], Any]] = {
-        DocstringsConfig: run_data,
-        SFTConfig: run_sft,
-        PairsConfig: run_pairs,
-        RewardConfig: run_reward,
-        RunConfig: run_train,
-        EvaluateConfig: run_evaluate,
-    }
     stages = stage_configs(config)
     results, seconds = {}, {}
     for number, (name, stage) in enumerate(stages.items(), start=1):
         logger.info("\n[%d/%d] %s", number, len(stages), name)
         started = time.monotonic()
-        results[name] = functions[type(stage)](stage)
+        results[name] = function_of("train" if name in RUNS else name)(stage)
         seconds[name] = round(time.monotonic() - started, 1)
-    summary = {"results": results, "seconds": seconds}
-    return _report(Path(config.out), summary)
+    return _report(Path(config.out), {"results": results, "seconds": seconds})
 
 
 def _gold_difference(samples: Path) -> str:
