@@ -234,7 +234,7 @@ def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, 
     number = next(n for n in lower if texts.count(here[n - 1]["completion"]) == 1 and n > 4)
     text, was = here[number - 1]["completion"], here[number - 1]["score"]
     scores = {number: was + 20.5}
-    changed = Repetition.of(part(run, 3, 6, "checkpoint-2"), tmp_path / "scratch", keep=True, scores=scores).course
+    changed = Repetition(part(run, 3, 6, "checkpoint-2"), tmp_path / "scratch", keep=True, scores=scores).course
     found = run_explain(ExplainConfig(str(run), batch=3, top=1, what_if={str(number): was + 20.5}))
 
     once = f"[{was + 20.5!r} if c == {text!r} else x for c, x in zip(completions, plain(prompts, completions))]"
@@ -276,7 +276,7 @@ def test_with_the_same_score_it_is_the_run_bit_for_bit(train, tmp_path):
     scores = [row["score"] for row in rows if row["batch"] == 2]
     same_scores = {1: scores[0], 4: scores[3]}
     plain, other = (
-        Repetition.of(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, scores=given)
+        Repetition(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, scores=given)
         for name, given in (("was", None), ("now", same_scores))
     )
     was, now = plain.course, other.course

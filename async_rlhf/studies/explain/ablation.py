@@ -37,7 +37,13 @@ class Effect:
     distance: Distance
     """From the policy with it to the one without it."""
 
+    @property
+    def row(self) -> dict[str, float | None]:
+        """As JSON can hold it."""
+        return {"change": self.change, "cosine": self.cosine, "kl_per_token": self.distance.kl}
 
+
+@dataclass(frozen=True)
 class Removal:
     """Takes an update without parts of its batch, one after another.
 
@@ -48,28 +54,28 @@ class Removal:
         step: how far it moved them.
     """
 
-    def __init__(
-        self, update: RepeatableUpdate, experience: Experience, after: Sequence[Tensor], step: Sequence[Tensor]
-    ) -> None:
-        self._update, self._experience, self._after, self._step = update, experience, after, step
+    update: RepeatableUpdate
+    experience: Experience
+    after: Sequence[Tensor]
+    step: Sequence[Tensor]
 
     def without_units(self, units: Sequence[int]) -> Effect:
         """These units have weight 0. The others keep their credit; the mean is over what is left. Where nothing is left
         of a mini-batch, its step has a gradient of zero.
         """
-        loss_weights_U = self._experience.loss_weights_U.clone()
+        loss_weights_U = self.experience.loss_weights_U.clone()
         loss_weights_U[list(units)] = 0.0
-        left = replace(self._experience, loss_weights_U=loss_weights_U)
-        return self.effect(self._update.take(left, as_with=self._experience))
+        left = replace(self.experience, loss_weights_U=loss_weights_U)
+        return self.effect(self.update.take(left, as_with=self.experience))
 
     def with_scores(self, scored: ScoredBatch) -> Effect:
         """Other scores, from which credit is assigned anew."""
-        return self.effect(self._update.take(self._update.annotate(scored)))
+        return self.effect(self.update.take(self.update.annotate(scored)))
 
     def effect(self, weights: Sequence[Tensor]) -> Effect:
         """Of the policy having these weights instead."""
-        change, cosine = compared(self._update.step_to(weights), self._step)
-        return Effect(change, cosine, distance(self._update, self._experience, self._after, weights))
+        change, cosine = compared(self.update.step_to(weights), self.step)
+        return Effect(change, cosine, distance(self.update, self.experience, self.after, weights))
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
     start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
     _say_from(part, start)
     with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
-        found = Repetition.of(part, Path(scratch, "run"), keep=bool(scores))
+        found = Repetition(part, Path(scratch, "run"), keep=bool(scores))
         ours = found.course.metrics
         both = [batch for batch in ours if batch in logged]
         _require_as_logged(ours, logged, config.batch)
@@ -66,7 +66,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         if scores:
             logger.info("explain: repeats them with the scores of what_if")
             again = replace(part, window=range(0))
-            other = Repetition.of(again, Path(scratch, "what_if"), keep=True, scores=scores).course
+            other = Repetition(again, Path(scratch, "what_if"), keep=True, scores=scores).course
     account = {
         "run": str(run),
         "batch": config.batch,

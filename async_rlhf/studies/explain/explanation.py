@@ -49,67 +49,25 @@ def explained(
     """
     step = update.step_to(after)
     measured = contributions(update, experience, step)
-    removal = Removal(update, experience, after, step)
-    rows = _rows(scored, experience)
-    found = _Account(update, scored, experience, measured, tokenizer, rows, scorer)
+    found = _Account(update, experience, after, step, scored, measured, tokenizer)
     likely = found.by_contribution[:top]
     for unit in likely:
-        found.effects[unit] = removal.without_units([unit])
+        found.effects[unit] = found.without_units([unit])
         logger.info("explain: left out %d of %d", len(found.effects), len(likely))
     units = [found.unit(rank, unit) for rank, unit in enumerate(found.order, start=1)]
     parts = [
-        {"part": part, "without": _effect(removal.with_scores(without_part(scorer, scored, part)))}
+        {"part": part, "without": found.with_scores(without_part(scorer, scored, part)).row}
         for part in reward_parts(scorer, scored)
     ]
-    lags = found.lags(removal)
+    lags = found.lags()
     return {
-        "step": _step(update, experience, measured, step, after, removal),
+        "step": found.of_step(),
         "completions": units,
         "tokens": found.tokens(),
         "vocabulary": found.vocabulary(),
         "not_trained_on": len(scored.batch.samples) - len(experience),
         "reward_parts": parts,
         "lags": lags,
-    }
-
-
-def _step(
-    update: RepeatableUpdate,
-    experience: Experience,
-    measured: Contributions,
-    step: Sequence[Tensor],
-    after: Sequence[Tensor],
-    removal: Removal,
-) -> dict[str, Any]:
-    config, whole = update.learner.config, measured.units_U.abs().sum().item()
-    size = norm(step)
-    past, anew = update.take_without_gradient(measured.steps), update.take_without_momentum(experience)
-    tokens_U = measured.tokens_BT.sum(dim=1).view(-1, experience.rows_per_unit).sum(dim=1)
-    return {
-        "optimizer_steps": measured.steps,
-        "epochs": config.num_epochs,
-        "mini_batches": config.num_mini_batches,
-        "rows_per_unit": experience.rows_per_unit,
-        "of": "policy, without the value model" if update.learner.needs.values else "policy",
-        "parameters": sum(tensor.numel() for tensor in step),
-        "norm": size,
-        "relative_norm": size / (norm(update.before) or 1.0),
-        "kl_per_token": distance(update, experience, after, update.before).kl,
-        "gradient_kept": measured.kept,
-        "contributions": {
-            "sum_of_units": measured.units_U.sum().item(),
-            "of_the_whole_batch": measured.total,
-            "sum_of_sizes": whole,
-            "tokens_differ_by": (tokens_U - measured.units_U).abs().sum().item() / whole if whole else 0.0,
-        },
-        "without_gradient": None
-        if size == 0
-        else {
-            **_effect(removal.effect(past)),
-            "share": 1 - inner(update.step_to(anew), step) / size**2,
-            "implied": implied_shares(config.adam_beta1, measured.steps) if "adamw" in config.optimizer else None,
-        },
-        "more_likely_by": _moved(experience, measured),
     }
 
 
@@ -130,22 +88,6 @@ def implied_shares(beta: float, steps: int) -> list[float]:
     return [earlier / (earlier + apart), 1 - sum(own) / steps]
 
 
-def _moved(experience: Experience, measured: Contributions) -> dict[str, float]:
-    """By how many nats the step makes completions more likely, to first order: means over those trained on."""
-    moves_B = measured.moves_BT.sum(dim=1)
-    seen_B = (measured.seen_U & (experience.loss_weights_U > 0)).repeat_interleave(experience.rows_per_unit)
-    if experience.rows_per_unit == 2:
-        first_B = torch.arange(len(experience)) % 2 == 0
-        kinds = {"chosen": first_B, "rejected": ~first_B}
-    elif experience.advantages_BT is None:
-        kinds = {"trained on": torch.ones_like(seen_B)}
-    else:
-        sums_B = experience.advantages_BT.sum(dim=1)
-        kinds = {"with a positive advantage": sums_B > 0, "with a negative advantage": sums_B < 0}
-    chosen = {name: moves_B[kind_B & seen_B] for name, kind_B in kinds.items()}
-    return {name: moves_N.mean().item() for name, moves_N in chosen.items() if len(moves_N)}
-
-
 class _Row(NamedTuple):
     """A row of an experience, where it comes from."""
 
@@ -157,41 +99,87 @@ class _Row(NamedTuple):
     sample: Sample
 
 
-def _rows(scored: ScoredBatch, experience: Experience) -> list[_Row]:
-    """Which sample each row is. Credit may have chosen and reordered them, so they are found by what they hold."""
-    waiting: dict[bytes, list[_Row]] = {}
-    number = 0
-    for group in scored.batch.groups:
-        for place, sample in enumerate(group.samples):
-            waiting.setdefault(_name(sample.tokens, sample.logprobs), []).append(_Row(number, group, place, sample))
-            number += 1
-    found = []
-    for b, length in enumerate(experience.lengths_B.tolist()):
-        tokens, logprobs = experience.tokens_BT[b, :length], experience.behaviour_logprobs_BT[b, :length]
-        same = waiting[_name(tokens.numpy(), logprobs.numpy())]
-        found.append(same.pop(0) if len(same) > 1 else same[0])  # equal samples in turn
-    return found
-
-
 def _name(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
     return tokens.astype(np.int32).tobytes() + logprobs.astype(np.float32).tobytes()
 
 
-def _effect(effect: Effect) -> dict[str, Any]:
-    return {"change": effect.change, "cosine": effect.cosine, "kl_per_token": effect.distance.kl}
-
-
 @dataclass(frozen=True)
-class _Account:
-    update: RepeatableUpdate
+class _Account(Removal):
     scored: ScoredBatch
-    experience: Experience
     measured: Contributions
     tokenizer: PreTrainedTokenizerBase
-    rows: list[_Row]
-    scorer: Scorer
     effects: dict[int, Effect] = field(default_factory=dict)
     """Of the units that were left out; all of them before anything is asked of the order."""
+
+    def of_step(self) -> dict[str, Any]:
+        """How large the step is, how far it moves the policy, and what of it earlier batches have left."""
+        update, measured = self.update, self.measured
+        config, size = update.learner.config, norm(self.step)
+        past, anew = update.take_without_gradient(measured.steps), update.take_without_momentum(self.experience)
+        tokens_U = measured.tokens_BT.sum(dim=1).view(-1, self.experience.rows_per_unit).sum(dim=1)
+        differ = (tokens_U - measured.units_U).abs().sum().item()
+        return {
+            "optimizer_steps": measured.steps,
+            "epochs": config.num_epochs,
+            "mini_batches": config.num_mini_batches,
+            "rows_per_unit": self.experience.rows_per_unit,
+            "of": "policy, without the value model" if update.learner.needs.values else "policy",
+            "parameters": sum(tensor.numel() for tensor in self.step),
+            "norm": size,
+            "relative_norm": size / (norm(update.before) or 1.0),
+            "kl_per_token": distance(update, self.experience, self.after, update.before).kl,
+            "gradient_kept": measured.kept,
+            "contributions": {
+                "sum_of_units": measured.units_U.sum().item(),
+                "of_the_whole_batch": measured.total,
+                "sum_of_sizes": self.whole,
+                "tokens_differ_by": differ / self.whole if self.whole else 0.0,
+            },
+            "without_gradient": None
+            if size == 0
+            else {
+                **self.effect(past).row,
+                "share": 1 - inner(update.step_to(anew), self.step) / size**2,
+                "implied": implied_shares(config.adam_beta1, measured.steps) if "adamw" in config.optimizer else None,
+            },
+            "more_likely_by": self._moved(),
+        }
+
+    def _moved(self) -> dict[str, float]:
+        """By how many nats the step makes completions more likely, to first order: means over those trained on."""
+        experience, moves_B = self.experience, self.measured.moves_BT.sum(dim=1)
+        seen_B = (self.measured.seen_U & (experience.loss_weights_U > 0)).repeat_interleave(experience.rows_per_unit)
+        if experience.rows_per_unit == 2:
+            first_B = torch.arange(len(experience)) % 2 == 0
+            kinds = {"chosen": first_B, "rejected": ~first_B}
+        elif experience.advantages_BT is None:
+            kinds = {"trained on": torch.ones_like(seen_B)}
+        else:
+            sums_B = experience.advantages_BT.sum(dim=1)
+            kinds = {"with a positive advantage": sums_B > 0, "with a negative advantage": sums_B < 0}
+        chosen = {name: moves_B[kind_B & seen_B] for name, kind_B in kinds.items()}
+        return {name: moves_N.mean().item() for name, moves_N in chosen.items() if len(moves_N)}
+
+    @cached_property
+    def rows(self) -> list[_Row]:
+        """Which sample each row is. Credit may have chosen and reordered them, so they are found by what they hold."""
+        waiting: dict[bytes, list[_Row]] = {}
+        number = 0
+        for group in self.scored.batch.groups:
+            for place, sample in enumerate(group.samples):
+                waiting.setdefault(_name(sample.tokens, sample.logprobs), []).append(_Row(number, group, place, sample))
+                number += 1
+        found = []
+        for b, length in enumerate(self.experience.lengths_B.tolist()):
+            tokens, logprobs = self.experience.tokens_BT[b, :length], self.experience.behaviour_logprobs_BT[b, :length]
+            same = waiting[_name(tokens.numpy(), logprobs.numpy())]
+            found.append(same.pop(0) if len(same) > 1 else same[0])  # equal samples in turn
+        return found
+
+    @cached_property
+    def whole(self) -> float:
+        """The sizes of all units' contributions together."""
+        return self.measured.units_U.abs().sum().item()
 
     @cached_property
     def by_contribution(self) -> list[int]:
@@ -222,8 +210,7 @@ class _Account:
 
     def percent(self, contribution: float) -> float:
         """Of the sizes of all units' contributions together."""
-        whole = self.measured.units_U.abs().sum().item()
-        return 100 * contribution / whole if whole else 0.0
+        return 100 * contribution / self.whole if self.whole else 0.0
 
     def unit(self, rank: int, unit: int) -> dict[str, Any]:
         """One completion, or pair."""
@@ -247,7 +234,7 @@ class _Account:
                 for b, role, change in zip(rows, roles, changes, strict=True)
             ],
             "objective": {name: number(x_U[unit].item()) for name, x_U in self.measured.metrics.items()},
-            "without": None if effect is None else _effect(effect),
+            "without": None if effect is None else effect.row,
         }
 
     def _row(self, b: int, with_tokens: bool) -> dict[str, Any]:
@@ -265,12 +252,11 @@ class _Account:
             "lag": float(lags.mean()) if len(lags) else None,
             "contribution": self.measured.tokens_BT[b].sum().item(),
         }
-        return {**found, "tokens": self._tokens(b)} if with_tokens else found
-
-    def _tokens(self, b: int) -> list[dict[str, Any]]:
-        """The sampled tokens of a row."""
-        places = self.experience.sampled_BT[b].nonzero().squeeze(1).tolist()
-        return [{"text": self._text(b, t), "contribution": self.measured.tokens_BT[b, t].item()} for t in places]
+        if with_tokens:
+            places = sampled_T.nonzero().squeeze(1).tolist()
+            sums_T = self.measured.tokens_BT[b]
+            found["tokens"] = [{"text": self._text(b, t), "contribution": sums_T[t].item()} for t in places]
+        return found
 
     def _text(self, b: int, t: int) -> str:
         return self.tokenizer.decode([int(self.experience.tokens_BT[b, t])])
@@ -322,7 +308,7 @@ class _Account:
             if sums_N[i] != 0
         ]
 
-    def lags(self, removal: Removal) -> list[dict[str, Any]]:
+    def lags(self) -> list[dict[str, Any]]:
         """By lag: what its tokens add, how far the policy is from that which drew them, and the update without them."""
         found, size = [], self.experience.rows_per_unit
         known = sorted(set(np.concatenate(self._lags).tolist())) if self._lags else []
@@ -345,7 +331,7 @@ class _Account:
                     "percent": self.percent(contribution),
                     "mean_abs_log_ratio": ratios_N.abs().mean().item() if len(ratios_N) else None,
                     "objective": self._corrections(units),
-                    "without": None if alone else _effect(removal.without_units(units)),
+                    "without": None if alone else self.without_units(units).row,
                 }
             )
         return found

@@ -15,13 +15,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from async_rlhf.commands.rerun import Line, ReplayDiffersError, of_training, read_metrics, without_uploads
 from async_rlhf.commands.train import make_trainer
 from async_rlhf.distributed.parallel import trainable
-from async_rlhf.learner.learner import Learner
 from async_rlhf.models.context_length import with_prompt_cap
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import SCHEDULE
 from async_rlhf.run.schedule import version_for
-from async_rlhf.run.trainer import OnlineTrainer, train
+from async_rlhf.run.trainer import train
 from async_rlhf.studies.explain.explanation import number
 from async_rlhf.studies.explain.omission import Omission, Omissions
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, difference, inner, norm
@@ -104,56 +103,6 @@ class _Witness:
         return getattr(self._scorer, name)
 
 
-class _Observer(TrainerCallback):
-    """Keeps the learner as it is before the batch, and what becomes of the policy from then on, and ends the run."""
-
-    def __init__(self, part: Part, learner: Learner, keep: bool) -> None:
-        self._part, self._keep = part, keep
-        self.omissions = Omissions(learner)
-        self._learner, self._policy = learner, trainable(learner.policy)
-        self._window: list[Omission] = []
-        self.own: Omission | None = None
-        self.update: RepeatableUpdate | None = None
-        self.start: list[Tensor] = []
-        self.after: list[Tensor] = []
-        self.without: list[tuple[range, list[Tensor]]] = []
-        self.kept: dict[int, list[Tensor]] = {}
-        self.later: list[dict[str, Any]] = []
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before a batch is scored."""
-        batch, part = state.global_step + 1, self._part
-        self.omissions.batch = batch
-        if part.window and batch == part.window.start:
-            self.start = clones(self._policy)
-            self._window = [self.omissions.follow(part.window)]
-        if batch in part.window:
-            self._window.append(self.omissions.follow(range(batch, batch + 1)))
-        if batch == part.batch:
-            self.update = RepeatableUpdate(self._learner, batch)
-            self.own = self.omissions.follow(range(batch, batch + 1))
-            self._note(batch - 1)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After the update."""
-        batch = state.global_step
-        if self.own is None or self.update is None:
-            return
-        if batch == self._part.batch:
-            self.after = clones(self._policy)
-            self.without = [(each.batches, each.weights(self._policy)) for each in self._window]
-            self._window, self.omissions.followed = [], [self.own]
-        self._note(batch)
-        missing, way = difference(self._policy, self.own.weights(self._policy)), self.update.step_to(self._policy)
-        size = norm(missing) / (norm(self.update.step_to(self.after)) or math.nan)
-        self.later.append({"batch": batch, "size": number(size), "share": share(missing, way)})
-        control.should_training_stop = control.should_training_stop or batch == self._part.last
-
-    def _note(self, batch: int) -> None:
-        if self._keep:
-            self.kept[batch] = [parameter.detach().to("cpu", copy=True) for parameter in self._policy]
-
-
 def share(missing: Sequence[Tensor], way: Sequence[Tensor]) -> float | None:
     """How much of the way of some weights would be missing, along it: 1 if all of it. None if there is no way."""
     length = inner(way, way)
@@ -170,58 +119,87 @@ class Course(NamedTuple):
     """Of all batches that were repeated."""
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """A run that has been repeated through a batch, and a few more."""
+class Repetition(TrainerCallback):
+    """A run that is repeated through a batch, and a few more: it keeps the learner as it is before the batch, and what
+    becomes of the policy from then on, and ends the run.
 
-    trainer: OnlineTrainer
+    Args:
+        part: what of a run.
+        scratch: a folder that is not there yet.
+        keep: whether the weights after each batch are kept.
+        scores: other scores of completions of the batch, which are counted from 1 in its order.
+
+    Raises:
+        ReplayDiffersError: a callback has stopped the run before the batch.
+    """
+
     update: RepeatableUpdate
-    after: list[Tensor]
-    """The policy after the batch."""
     course: Course
-    later: list[dict[str, Any]]
-    """For each batch from this one on, how far the weights are from those without the gradient of this one: ``size`` in
-    norms of this batch's step, and ``share`` of the way since before it."""
     end: list[Tensor]
     end_without: list[Tensor]
     """The policy after the last batch that was repeated, and what it would be without the gradient of this one."""
-    start: list[Tensor]
-    """The policy before the batches that are left out in turn."""
-    without: list[tuple[range, list[Tensor]]]
-    """The policy after this batch, without the gradients of some: of all in the window, then of each in turn."""
+    _own: Omission
 
-    @classmethod
-    def of(cls, part: Part, scratch: Path, keep: bool = False, scores: Mapping[int, float] | None = None) -> Repetition:
-        """Repeat a run.
-
-        Args:
-            part: what of it.
-            scratch: a folder that is not there yet.
-            keep: whether the weights after each batch are kept.
-            scores: other scores of completions of the batch, which are counted from 1 in its order.
-
-        Raises:
-            ReplayDiffersError: a callback has stopped the run before the batch.
-        """
+    def __init__(
+        self, part: Part, scratch: Path, keep: bool = False, scores: Mapping[int, float] | None = None
+    ) -> None:
         scratch.mkdir()
         config = part.config(scratch)
-        trainer = make_trainer(config)
-        observer = _Observer(part, trainer.learner, keep)
-        witness = _Witness(trainer.run.scorer, part.batch, scores or {})
-        trainer.add_callback(observer)
-        train(replace(trainer.run, scorer=cast(Scorer, witness)))
-        observer.omissions.followed = []
-        if observer.update is None or observer.own is None or not observer.after:
+        self._part, self._keep = part, keep
+        self.trainer = make_trainer(config)
+        self._omissions = Omissions(self.trainer.learner)
+        self._policy = trainable(self.trainer.learner.policy)
+        self._window: list[Omission] = []
+        self.start: list[Tensor] = []
+        """The policy before the batches that are left out in turn."""
+        self.after: list[Tensor] = []
+        """The policy after the batch."""
+        self.without: list[tuple[range, list[Tensor]]] = []
+        """The policy after this batch, without the gradients of some: of all in the window, then of each in turn."""
+        self._kept: dict[int, list[Tensor]] = {}
+        self.later: list[dict[str, Any]] = []
+        """For each batch from this one on, how far the weights are from those without the gradient of this one:
+        ``size`` in norms of this batch's step, and ``share`` of the way since before it."""
+        witness = _Witness(self.trainer.run.scorer, part.batch, scores or {})
+        self.trainer.add_callback(self)
+        train(replace(self.trainer.run, scorer=cast(Scorer, witness)))
+        self._omissions.followed = []
+        if not self.after:
             raise ReplayDiffersError(f"the run has ended before batch {part.batch}: a callback has stopped it")
-        policy = observer.update.policy
-        return cls(
-            trainer,
-            observer.update,
-            observer.after,
-            Course(witness.seen, observer.kept, of_training(read_metrics(Path(config.train.output_dir)))),
-            observer.later,
-            clones(policy),
-            observer.own.weights(policy),
-            observer.start,
-            observer.without,
-        )
+        metrics = of_training(read_metrics(Path(config.train.output_dir)))
+        self.course = Course(witness.seen, self._kept, metrics)
+        self.end = clones(self._policy)
+        self.end_without = self._own.weights(self._policy)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before a batch is scored."""
+        batch, part = state.global_step + 1, self._part
+        self._omissions.batch = batch
+        if part.window and batch == part.window.start:
+            self.start = clones(self._policy)
+            self._window = [self._omissions.follow(part.window)]
+        if batch in part.window:
+            self._window.append(self._omissions.follow(range(batch, batch + 1)))
+        if batch == part.batch:
+            self.update = RepeatableUpdate(self.trainer.learner, batch)
+            self._own = self._omissions.follow(range(batch, batch + 1))
+            self._note(batch - 1)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the update."""
+        batch = state.global_step
+        if batch < self._part.batch:
+            return
+        if batch == self._part.batch:
+            self.after = clones(self._policy)
+            self.without = [(each.batches, each.weights(self._policy)) for each in self._window]
+            self._window, self._omissions.followed = [], [self._own]
+        self._note(batch)
+        missing, way = difference(self._policy, self._own.weights(self._policy)), self.update.step_to(self._policy)
+        size = norm(missing) / (norm(self.update.step_to(self.after)) or math.nan)
+        self.later.append({"batch": batch, "size": number(size), "share": share(missing, way)})
+        control.should_training_stop = control.should_training_stop or batch == self._part.last
+
+    def _note(self, batch: int) -> None:
+        if self._keep:
+            self._kept[batch] = [parameter.detach().to("cpu", copy=True) for parameter in self._policy]
