@@ -278,17 +278,10 @@ def report(choices: Sequence[Choice], proposal: Proposal, source: Source) -> dic
         if choice.why_not:
             rows.append({**shared, "why_not": choice.why_not})
         for staleness, outcome in choice.outcomes.items():
-            rows.append(
-                {
-                    **shared,
-                    "staleness": staleness,
-                    "step_seconds": outcome.step_seconds,
-                    "prompts_per_second": source.prompts / outcome.step_seconds if source.prompts else None,
-                    "generator_idle": outcome.generator_idle,
-                    "learner_idle": outcome.learner_idle,
-                    "efficiency": outcome.efficiency,
-                }
-            )
+            rate = source.prompts / outcome.step_seconds if source.prompts else None
+            speed = {"staleness": staleness, "step_seconds": outcome.step_seconds, "prompts_per_second": rate}
+            shares = {name: getattr(outcome, name) for name in ("generator_idle", "learner_idle", "efficiency")}
+            rows.append({**shared, **speed, **shares})
     seconds, rival = proposal.synchronous
     best = {**asdict(proposal.choice.split), "staleness": proposal.staleness}
     best |= {"step_seconds": proposal.outcome.step_seconds, "speed_up": proposal.speed_up}

@@ -87,21 +87,18 @@ class _Traced:
 
 
 def _row(log: dict[str, float], traced: _Traced) -> BatchTimes:
-    batch = int(log["batch"])
-    generate = traced.requests.get(batch, (log["time/generate"],))
-    return BatchTimes(generate, *_learner(log), traced.transfer.get(batch, 0.0))
-
-
-def _learner(log: dict[str, float]) -> tuple[float, float, float, float]:
-    """Seconds of work, of publishing, of the rest, and of reward functions, which run beside all of that.
+    """Seconds of a batch.
 
     Comparing engine and learner is work, but done within "wait". What "score" takes beyond the functions is the reward
     model's; of functions that ran beside training it has only what was waited for.
     """
+    batch = int(log["batch"])
+    generate = traced.requests.get(batch, (log["time/generate"],))
     other = log["time/batch"] - sum(log.get(name, 0.0) for name in _SPANS)
     rewards = log.get("time/reward_funcs", 0.0)
     work = max(0.0, log["time/score"] - rewards) + sum(log.get(name, 0.0) for name in _WORK)
-    return work, log["time/publish"], max(0.0, other), rewards
+    transfer = traced.transfer.get(batch, 0.0)
+    return BatchTimes(generate, work, log["time/publish"], max(0.0, other), rewards, transfer)
 
 
 def _read_trace(path: Path) -> _Traced:

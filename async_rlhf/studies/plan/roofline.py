@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
@@ -71,40 +72,25 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     for key in ("prompts", "samples_per_prompt", "prompt_tokens", "response_length"):
         right = "must be given with model.parameters, or run must name the YAML file of a run to take it from"
         require(getattr(whole, key) is not None, f"workload.{key}", None, right)
-    assert whole.prompts is not None
-    assert whole.samples_per_prompt is not None
-    assert whole.prompt_tokens is not None
-    assert whole.response_length is not None
-    tokens, samples = whole.response_tokens or whole.response_length, whole.samples_per_prompt
-    right = f"must be at most workload.response_length ({whole.response_length})"
-    require(tokens <= whole.response_length, "workload.response_tokens", tokens, right)
-    trained = whole.trained_per_prompt or samples
-    require(trained <= samples, "workload.trained_per_prompt", trained, f"must be at most the {samples} of a prompt")
-    most, right = whole.trained_prompts or whole.prompts, f"must be at most the {whole.prompts} of a batch"
-    require(most <= whole.prompts, "workload.trained_prompts", most, right)
-    recompute = None if recipe is None else recipe.train.gradient_checkpointing
-    needs = None if recipe is None else find(recipe.algorithm).needs(recipe.train)
-    return Batch(
-        whole.prompts,
-        samples,
-        whole.prompt_tokens,
-        whole.response_length,
-        tokens,
-        trained,
-        whole.num_epochs or 1,
-        whole.num_mini_batches or 1,
-        whole.longest_prompt or whole.prompt_tokens,
-        whole.train_rows or 8,
-        whole.annotate_rows or 64,
-        None if recompute == "auto" else recompute,
-        whole.prompts_per_request,
-        whole.eval_completions,
-        whole.tensor_parallel,
-        needs is not None and needs.copies_reward,
-        whole.trained_prompts,
-        recipe is None or recipe.train.in_bfloat16,
-        2.0 if recipe is None else _BYTES[recipe.train.generation.weights_dtype],
-    )
+    found: dict[str, Any] = {"num_epochs": 1, "num_mini_batches": 1, "train_rows": 8, "annotate_rows": 64}
+    found |= {"response_tokens": whole.response_length, "trained_per_prompt": whole.samples_per_prompt}
+    found["longest_prompt"] = whole.prompt_tokens
+    own = {item.name: getattr(whole, item.name, None) for item in fields(Batch)}
+    found |= {name: value for name, value in own.items() if value is not None}
+    if recipe is not None:
+        train = recipe.train
+        found["recompute"] = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
+        found |= {"values": find(recipe.algorithm).needs(train).copies_reward, "bf16": train.in_bfloat16}
+        found["generator_bytes"] = _BYTES[train.generation.weights_dtype]
+    batch = Batch(**found)
+    for name, most, what in (
+        ("response_tokens", batch.response_length, f"workload.response_length ({batch.response_length})"),
+        ("trained_per_prompt", batch.samples_per_prompt, f"the {batch.samples_per_prompt} of a prompt"),
+        ("trained_prompts", batch.prompts, f"the {batch.prompts} of a batch"),
+    ):
+        value = getattr(batch, name)
+        require(value is None or value <= most, f"workload.{name}", value, f"must be at most {what}")
+    return batch
 
 
 def filled(workload: WorkloadConfig, recipe: RunConfig | None) -> WorkloadConfig:

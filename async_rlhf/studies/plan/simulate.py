@@ -101,10 +101,6 @@ class _Generators:
         """Clock at the end of a request, generator, the request, and when it began."""
         self._clock = 0.0
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._busy)
-
     def submit(self, task: Task, requests: Sequence[float], arrival: float, now: float) -> None:
         """Put requests into the queue, whose weights arrive at a time."""
         self.missing[task] = len(requests)
@@ -170,11 +166,9 @@ class _Simulation:
         """Work of the learner, beside what generators do."""
         started, left, generators = self.now, seconds, self.generators
         while (until := generators.left()) < left:
-            self.now += until * self.slowdown
-            generators.work(until)
-            generators.finish(self.now)
+            self._next_unit(self.slowdown)
             left -= until
-        self.now += left * (self.slowdown if generators.busy else 1.0)
+        self.now += left * (self.slowdown if until < math.inf else 1.0)
         generators.work(left)
         self.spans.append(Span(LEARNER, name, batch, started, self.now))
 
@@ -223,10 +217,8 @@ class _Simulation:
             self.generators.work(moment - self.now)
             self.now = moment
 
-    def _next_unit(self) -> None:
-        seconds = self.generators.left()
-        self.now += seconds
-        self.generators.work(seconds)
+    def _next_unit(self, slowdown: float = 1.0) -> None:
+        self.now += self.generators.left() * slowdown
         self.generators.finish(self.now)
 
 
