@@ -87,10 +87,7 @@ def line_of(pair: Pair, known: Known) -> dict[str, Any]:
         "mean_difference": known.normal.mean,
         "breakdowns": known.breakdowns,
         **_ends(known.normal),
-        "log10_evidence_mean": known.log_mean / math.log(10),
-        "log10_evidence_rate": known.log_rate / math.log(10),
-        "log10_evidence_non_inferior": known.log_non_inferior / math.log(10),
-        "log10_evidence_inferior": known.log_inferior / math.log(10),
+        **_evidence(known),
         "decision": known.decision,
         "decision_if_normal": known.normal.decision,
     }
@@ -115,10 +112,7 @@ def summary_of(found: Sequence[tuple[Pair, Known]], question: Question) -> dict[
         "interval": {**_ends(last.normal), "coverage": 1 - 2 * question.error},
         "deviation": None if math.isnan(last.normal.deviation) else last.normal.deviation,
         "other_prompts": crossed_mean_interval([pair.differences for pair in pairs])._asdict(),
-        "log10_evidence_mean": last.log_mean / math.log(10),
-        "log10_evidence_rate": last.log_rate / math.log(10),
-        "log10_evidence_non_inferior": last.log_non_inferior / math.log(10),
-        "log10_evidence_inferior": last.log_inferior / math.log(10),
+        **_evidence(last),
         "worst_pair": {"seed": worst.seed, "difference": worst.difference},
         "variance_saved": None if saved is None else saved._asdict(),
         "kl_synchronous": _mean([pair.kl_synchronous for pair in pairs]),
@@ -239,12 +233,13 @@ def _interval(estimate: float, low: float, high: float) -> str:
     return f"{estimate:+.4f} " + (f"[{low:+.4f}, {high:+.4f}]" if bounded else "[no bounds yet]")
 
 
+def _evidence(known: Known) -> dict[str, float]:
+    names = ("mean", "rate", "non_inferior", "inferior")
+    return {f"log10_evidence_{name}": getattr(known, f"log_{name}") / math.log(10) for name in names}
+
+
 def _ends(known: Look) -> dict[str, float | None]:
-    return {"low": _bounded(known.low), "high": _bounded(known.high)}
-
-
-def _bounded(end: float) -> float | None:
-    return end if math.isfinite(end) else None
+    return {name: end if math.isfinite(end := getattr(known, name)) else None for name in ("low", "high")}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -8,8 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
@@ -56,8 +55,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int, threads: int, devices: Sequence
     """
     waiting, running = list(reversed(jobs)), dict[int, tuple[BaseProcess, Job, int]]()
     places = list(reversed(range(min(parallel, len(devices) or parallel))))
-    with ExitStack() as stack:
-        stack.callback(_kill, running)
+    try:
         while waiting or running:
             while waiting and places:
                 job, place = waiting.pop(), places.pop()
@@ -68,18 +66,15 @@ def run_jobs(jobs: Sequence[Job], parallel: int, threads: int, devices: Sequence
                 places.append(place)
                 process.join()
                 yield _outcome(job, process.exitcode)
+    finally:  # nobody waits for them any more
+        for process, _, _ in running.values():
+            process.kill()
 
 
 def run_alone(job: Job, threads: int) -> Outcome:
     """Run one job and wait for it; in a task of a cluster, for example."""
     (outcome,) = run_jobs([job], 1, threads)
     return outcome
-
-
-def _kill(running: Mapping[int, tuple[BaseProcess, Job, int]]) -> None:
-    """End the processes that still run when nobody waits for them any more."""
-    for process, _, _ in running.values():
-        process.kill()
 
 
 def _started(job: Job, threads: int, device: str | None) -> BaseProcess:

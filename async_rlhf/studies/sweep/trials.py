@@ -140,25 +140,14 @@ def of_setting(
     right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
     limit = run.train.save_total_limit
     require(not checkpoints or limit is None, "base.train.save_total_limit", limit, right)
+    shared: dict[str, Any] = {"setting": dict(labels), "held_out": held_out, "overwrite": config.overwrite}
+    shared |= {"threads": config.threads, "checkpoints": checkpoints, "keep": config.keep}
     found = []
     for seed in seeds:
         name = name_of(labels, seed)
         folder = Path(config.output_dir) / "runs" / name
         train = replace(run.train, seed=seed, output_dir=str(folder / "train"), resume=True, report=False)
-        found.append(
-            Trial(
-                name,
-                dict(labels),
-                seed,
-                replace(run, train=train),
-                config.threads,
-                checkpoints,
-                config.keep,
-                held_out=held_out,
-                folder=str(folder),
-                overwrite=config.overwrite,
-            )
-        )
+        found.append(Trial(name=name, seed=seed, run=replace(run, train=train), folder=str(folder), **shared))
     return found
 
 
