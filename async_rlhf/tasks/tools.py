@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from async_rlhf.config.base import ConfigError, require
 
@@ -159,22 +159,13 @@ def python(code: str) -> str:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-        problem = _end(errors) or (f"exit code {process.returncode}" if process.returncode else "")
-        return _joined(_start(output), f"stopped after {SECONDS} seconds" if late else problem)
-
-
-def _joined(output: str, problem: str) -> str:
-    return "\n".join(part for part in (output.rstrip("\n"), problem and f"Error: {problem}") if part)
-
-
-def _start(file: IO[bytes]) -> str:
-    file.seek(0)
-    return _cut(file.read(4 * CHARACTERS + 4).decode(errors="replace"), CHARACTERS)
-
-
-def _end(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - CHARACTERS))
-    return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-_ERROR_LINES:])
+        output.seek(0)
+        said = _cut(output.read(4 * CHARACTERS + 4).decode(errors="replace"), CHARACTERS)
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - CHARACTERS))
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+        problem = "\n".join(lines[-_ERROR_LINES:]) or (f"exit code {process.returncode}" if process.returncode else "")
+        problem = f"stopped after {SECONDS} seconds" if late else problem
+        return "\n".join(part for part in (said.rstrip("\n"), problem and f"Error: {problem}") if part)
 
 
 def _cut(text: str, characters: int) -> str:
