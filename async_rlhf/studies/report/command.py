@@ -61,17 +61,6 @@ def report_of_run(folder: Path) -> str:
     return f"curves, timeline and samples: {folder / REPORT}"
 
 
-def report_of_runs(folders: Sequence[Path], out: Path) -> Path:
-    """The page of several finished runs, and of the evaluations beside them.
-
-    Raises:
-        ConfigError: a folder is of no run, or the file is not a page of ours.
-        ImportError: vl-convert is not installed.
-    """
-    _write(_names(folders), [], out)
-    return out
-
-
 def _write(
     names: Mapping[Path, str], given: Sequence[Path], out: Path, refresh: float | None = None, ended: bool = False
 ) -> list[ReadRun]:

@@ -252,8 +252,10 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
 def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     """The timeline of the newest start of a run, that can be moved; with a ``share`` of the spans that it may have."""
     name, spans = list(run.traces.items())[-1] if run.traces else ("", [])
-    if not (rows := _bars(spans)):
+    drawn = _drawn(spans)
+    if not drawn:
         return
+    rows = [_bar(span, span.track, drawn[0].start) for span in drawn]
     shown, end = rows[-max(1, int(share * MAX_SPANS)) :], max(row["end"] for row in rows)
     begin = min(row["start"] for row in shown)
     tracks = sorted({row["track"] for row in shown}, key=_track_place)
@@ -280,13 +282,13 @@ def lives(run: ReadRun, number: int) -> Iterator[Panel]:
     """Of the newest batches of a run: when each was sampled, how long it waited, when it was trained on."""
     spans = list(run.traces.values())[-1] if run.traces else []
     lags = {round(row["batch"]): row["schedule/lag_mean"] for row in run.rows if "schedule/lag_mean" in row}
-    own, first = [span for span in spans if span.name in _LIFE and span.batch in lags], _first(_drawn(spans))
+    own = [span for span in spans if span.name in _LIFE and span.batch in lags]
     sampled, used = ({s.batch: s for s in own if s.name == name} for name in ("generate", "train"))
     shown = sorted(sampled.keys() & used.keys())[-LIVES:]
     if not shown:
         return
     tracks = {batch: f"batch {batch}, lag {lags[batch]:.3g}" for batch in shown}
-    rows = []
+    rows, first = [], _drawn(spans)[0].start
     for batch in shown:
         parts = [span for span in own if span.batch == batch]
         begin = min(span.start for span in parts if span.name in ("annotate", "train"))
@@ -304,22 +306,12 @@ def lives(run: ReadRun, number: int) -> Iterator[Panel]:
     yield Panel(f"lives-{number}", f"{run.name}: from sampling to training", spec, says)
 
 
-def _bars(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    drawn = _drawn(spans)
-    return [_bar(span, span.track, _first(drawn)) for span in drawn]
-
-
 def _drawn(spans: Sequence[Span]) -> list[Span]:
     """What a timeline shows, by its beginning."""
     shown = (
         span for span in spans if span.name in WORK_OF and (span.name != "publish" or span.end - span.start > 1e-3)
     )
     return sorted(shown, key=lambda span: span.start)
-
-
-def _first(drawn: Sequence[Span]) -> float:
-    """When a timeline begins."""
-    return drawn[0].start if drawn else 0.0
 
 
 def _bar(span: Span, track: str, first: float) -> dict[str, Any]:

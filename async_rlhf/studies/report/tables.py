@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -135,9 +136,8 @@ def _is_free_form(key: str) -> bool:
 
 def _word(word: str) -> str:
     """A word of a command line. Groups and arguments of rewards are left out: they may hold secrets of others."""
-    text = masked(word)
-    start = min((place for place in (text.find("{"), text.find("(")) if place >= 0), default=-1)
-    return f"{text[:start]}{HIDDEN}" if start >= 0 else text
+    shown, *hidden = re.split(r"[{(]", masked(word), maxsplit=1)
+    return f"{shown}{HIDDEN}" if hidden else shown
 
 
 def configuration(runs: Sequence[ReadRun]) -> tuple[list[str], Rows, Rows]:

@@ -138,7 +138,8 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     from async_rlhf.generation.placement import available_cores
     from async_rlhf.run.summary import asynchrony, read_rows
     from async_rlhf.studies.report.charts import INSTALL, Series
-    from async_rlhf.studies.report.command import report_of_runs
+    from async_rlhf.studies.report.command import run_report
+    from async_rlhf.studies.report.config import ReportConfig
     from async_rlhf.studies.report.plots import plot_training
 
     evaluation = out / "evaluation" / "evaluation.json"
@@ -148,7 +149,7 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     try:
         runs = {Series(name, "online_dpo", lag): out / name / METRICS for name, lag in RUNS.items()}
         plot_training(runs, picture, evaluation)
-        report_of_runs([out / name for name in RUNS], page)
+        run_report(ReportConfig([str(out / name) for name in RUNS], str(page)))
     except ImportError:
         logger.warning("no picture and no page: %s brings what draws them", INSTALL)
     except Exception as error:  # of any kind: all stages are done, and what they found is still to be said
