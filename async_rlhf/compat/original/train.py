@@ -120,7 +120,17 @@ def batches(t: Translation, algorithm: str) -> tuple[int, int]:
     )
     require(episodes % size == 0, "total_episodes", episodes, right)
     share = samples if algorithm == "rloo" else 1
-    _passes(t, algorithm)
+    # What is trained on at once: in RLOO one of the two factors, divided by the completions of a prompt.
+    divided = next((key for key in reversed(_OF_A_BATCH) if t[key] % share == 0), None)
+    right = (
+        f"it or per_device_train_batch_size ({per_device}) must be a multiple of rloo_k ({samples}): RLOO trains on "
+        f"all {samples} completions of a prompt"
+    )
+    require(divided is not None, "gradient_accumulation_steps", accumulation, right)
+    note = f"divided by rloo_k: counts passes over completions there; here each stands for {samples} passes"
+    for key in _OF_A_BATCH:
+        part = share if key == divided else 1
+        t.maps(key, {f"train.{key}": t[key] // part}, note if algorithm == "rloo" and key == divided else MAPPED)
     shuffled = "mapped; mini-batches are shuffled by the seed here, there in order or by no seed"
     t.maps("num_mini_batches", "train.num_mini_batches", shuffled if minis > 1 else MAPPED)
     note = "divided by rloo_k: counts completions there, prompts here" if algorithm == "rloo" else MAPPED
@@ -131,24 +141,6 @@ def batches(t: Translation, algorithm: str) -> tuple[int, int]:
     else:
         t.maps("rloo_k", "train.samples_per_prompt")
     return episodes // size, size // share * (1 if algorithm == "ppo" else samples)
-
-
-def _passes(t: Translation, algorithm: str) -> None:
-    """What is trained on at once: in RLOO one of the two factors, divided by the completions of a prompt."""
-    samples = t["rloo_k"]
-    divided = next((key for key in reversed(_OF_A_BATCH) if t[key] % samples == 0), None)
-    if algorithm == "rloo" and divided is None:
-        raise ConfigError(
-            f"gradient_accumulation_steps: got {t['gradient_accumulation_steps']}; it or per_device_train_batch_size "
-            f"({t['per_device_train_batch_size']}) must be a multiple of rloo_k ({samples}): RLOO trains on all "
-            f"{samples} completions of a prompt"
-        )
-    note = f"divided by rloo_k: counts passes over completions there; here each stands for {samples} passes"
-    for key in _OF_A_BATCH:
-        if algorithm == "rloo" and key == divided:
-            t.maps(key, {f"train.{key}": t[key] // samples}, note)
-        else:
-            t.maps(key, f"train.{key}")
 
 
 def _evaluation(t: Translation, number: int) -> None:
