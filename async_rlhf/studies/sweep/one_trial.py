@@ -48,10 +48,9 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     stage = stage_of(trial)
     if (results := stage.done()) is not None:
         return results
-    from async_rlhf.commands.evaluate import run_evaluate
     from async_rlhf.commands.train import run_train
 
-    folder, run = Path(trial.folder), trial.run
+    run = trial.run
     if trial.overwrite:
         run = replace(run, train=replace(run.train, resume=False, overwrite_output_dir=True))
     run_train(run)
@@ -60,21 +59,12 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     if trial.checkpoints:
         earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != run.train.num_batches]
         models |= {path.name: str(path) for path in earlier}
-    held_out = replace(
-        trial.held_out,
-        models=models,
-        ref_model=trial.held_out.ref_model or run.ref_model or run.model,
-        output_dir=str(folder / "evaluation"),
-        overwrite=trial.overwrite,
-    )
-    found = run_evaluate(held_out)["models"]
+    reference = trial.held_out.ref_model or run.ref_model or run.model
     results = {
         "name": trial.name,
         "setting": trial.setting,
         "seed": trial.seed,
-        **_judged(found[POLICY]),
-        "path": {name: _judged(one) for name, one in found.items() if name != POLICY},
-        "scores": scores_of(folder / "evaluation", POLICY),
+        **_judged(trial, models, Path(trial.folder) / "evaluation", ref_model=reference),
         "metrics": last_metrics(trained / METRICS),
     }
     stage.publish_files({}, results)
@@ -84,25 +74,27 @@ def run_trial(trial: Trial) -> dict[str, Any]:
 
 def run_start(start: Start) -> dict[str, Any]:
     """Judge a model that runs start from; the same keys as :func:`run_trial`."""
+    return _judged(start, {POLICY: start.model}, Path(start.folder))
+
+
+def _judged(trial: Judged, models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
+    """Evaluate models, and keep what is asked for: most of the policy, less of its checkpoints."""
     from async_rlhf.commands.evaluate import run_evaluate
 
-    models = {POLICY: start.model}
-    config = replace(start.held_out, models=models, output_dir=start.folder, overwrite=start.overwrite)
-    found = run_evaluate(config)["models"]
-    return {**_judged(found[POLICY]), "scores": scores_of(Path(start.folder), POLICY)}
+    where: dict[str, Any] = {"models": models, "output_dir": str(folder), "overwrite": trial.overwrite}
+    found = run_evaluate(replace(trial.held_out, **where, **changes))["models"]
+    path = {name: _kept(one) for name, one in found.items()}
+    # The gold reward of the policy's answer to each prompt, in the order of the prompts.
+    with (folder / "samples.jsonl").open(encoding="utf-8") as file:
+        scores = [json.loads(line)["models"][POLICY]["score"] for line in file]
+    return {**path.pop(POLICY), "path": path, "scores": scores}
 
 
-def _judged(found: dict[str, Any]) -> dict[str, Any]:
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
     """What is kept of an evaluation of one model."""
     names = {"gold": "gold_mean", "kl": "kl_to_reference", "win_rate_vs_human": "win_rate_vs_reference_response"}
     kept = {name: found[key] for name, key in names.items() if key in found}
     return kept | {"length": found["mean_length"], "ended": found["ended_share"]}
-
-
-def scores_of(evaluation: Path, model: str) -> list[float]:
-    """The gold reward of a model's answer to each prompt, in the order of the prompts."""
-    with (evaluation / "samples.jsonl").open(encoding="utf-8") as file:
-        return [json.loads(line)["models"][model]["score"] for line in file]
 
 
 def last_metrics(path: Path) -> dict[str, float]:
