@@ -11,6 +11,7 @@ from typing import Any
 from async_rlhf.commands.stage import Stage
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
+from async_rlhf.run.parting import values_of
 from async_rlhf.studies.sweep.trials import Judged, Trial
 
 POLICY = "policy"
@@ -103,12 +104,8 @@ def last_metrics(path: Path) -> dict[str, float]:
     with path.open(encoding="utf-8") as file:
         rows = [row for row in map(json.loads, file) if "objective/scores" in row]
     rows = rows[-max(1, round(LAST_SHARE * len(rows))) :]
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if isinstance(value, (int, float)):
-                found.setdefault(name, []).append(value)
-    return {name: fmean(values) for name, values in found.items()}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(values) for name in names if (values := values_of(rows, name))}
 
 
 def _tidy(trained: Path, keep: str) -> None:
