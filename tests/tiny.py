@@ -11,26 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
+import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    TrainerCallback,
-)
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.rewards.functions import call_reward_functions, function_name, numbers
 from async_rlhf.types import Prompt, Sample
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=hf.PreTrainedModel)
 LLAMA_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -58,17 +47,17 @@ def json_rows(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> hf.PreTrainedTokenizerFast:
     """Every byte is a token; <eos> is 256 and <pad> 257."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)} | {"<eos>": 256, "<pad>": 257}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
 
 
-def tiny_config(**changes: int) -> GPTNeoXConfig:
+def tiny_config(**changes: int) -> hf.GPTNeoXConfig:
     sizes = {
         "vocab_size": 258,
         "hidden_size": 32,
@@ -80,20 +69,20 @@ def tiny_config(**changes: int) -> GPTNeoXConfig:
         "eos_token_id": 256,
         "pad_token_id": 257,
     }
-    return GPTNeoXConfig(**sizes | changes)
+    return hf.GPTNeoXConfig(**sizes | changes)
 
 
-def new_policy(seed: int = 0, **changes: int) -> GPTNeoXForCausalLM:
+def new_policy(seed: int = 0, **changes: int) -> hf.GPTNeoXForCausalLM:
     """A policy; equal seeds give equal weights, wide enough that samples differ."""
     torch.manual_seed(seed)
-    return widened(GPTNeoXForCausalLM(tiny_config(**changes)))
+    return widened(hf.GPTNeoXForCausalLM(tiny_config(**changes)))
 
 
-def new_reward_model(seed: int = 1, **changes: int) -> GPTNeoXForSequenceClassification:
+def new_reward_model(seed: int = 1, **changes: int) -> hf.GPTNeoXForSequenceClassification:
     torch.manual_seed(seed)
     config = tiny_config(**changes)
     config.num_labels = 1
-    return widened(GPTNeoXForSequenceClassification(config)).eval()
+    return widened(hf.GPTNeoXForSequenceClassification(config)).eval()
 
 
 def widened(model: Model) -> Model:
@@ -105,7 +94,7 @@ def widened(model: Model) -> Model:
     return model
 
 
-def mixture(kind: str, seed: int = 0, layers: int = 2, experts: int = 4) -> PreTrainedModel:
+def mixture(kind: str, seed: int = 0, layers: int = 2, experts: int = 4) -> hf.PreTrainedModel:
     """A tiny mixture of experts, two for each token: "mixtral", "qwen3_moe", or "qwen3_moe_plain", whose weights of a
     token's experts do not add up to 1.
     """
@@ -113,13 +102,13 @@ def mixture(kind: str, seed: int = 0, layers: int = 2, experts: int = 4) -> PreT
     sizes = {**LLAMA_SIZES, "num_hidden_layers": layers, "vocab_size": 258, "num_experts_per_tok": 2}
     sizes |= {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
     if kind == "mixtral":
-        return widened(MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=experts))).eval()
+        return widened(hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_local_experts=experts))).eval()
     sizes |= {"num_experts": experts, "moe_intermediate_size": 48, "head_dim": 8}
-    config = Qwen3MoeConfig(**sizes, norm_topk_prob=kind == "qwen3_moe")
-    return widened(Qwen3MoeForCausalLM(config)).eval()
+    config = hf.Qwen3MoeConfig(**sizes, norm_topk_prob=kind == "qwen3_moe")
+    return widened(hf.Qwen3MoeForCausalLM(config)).eval()
 
 
-class After(TrainerCallback):
+class After(hf.TrainerCallback):
     """Does something once, after a batch."""
 
     def __init__(self, batch: int, action: Callable[[], object]) -> None:
@@ -130,7 +119,7 @@ class After(TrainerCallback):
             self.action()
 
 
-class StopAfter(TrainerCallback):
+class StopAfter(hf.TrainerCallback):
     """SIGTERM in the middle of a batch, as a scheduler sends it."""
 
     def __init__(self, batch: int) -> None:

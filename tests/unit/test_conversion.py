@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 from tiny import tiny_config
-from transformers import (
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from async_rlhf.models.conversion import as_in_checkpoints
 from async_rlhf.models.weights import iterate_weights, named_weights
@@ -34,14 +22,14 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 MODELS = {
-    GPTNeoXForCausalLM: tiny_config,
-    LlamaForCausalLM: lambda: LlamaConfig(**SIZES),
-    Qwen2ForCausalLM: lambda: Qwen2Config(**SIZES),
-    MistralForCausalLM: lambda: MistralConfig(**SIZES),
-    MixtralForCausalLM: lambda: MixtralConfig(**SIZES, num_local_experts=3),
-    Qwen3MoeForCausalLM: lambda: Qwen3MoeConfig(**SIZES, num_experts=3, moe_intermediate_size=32),
+    hf.GPTNeoXForCausalLM: tiny_config,
+    hf.LlamaForCausalLM: lambda: hf.LlamaConfig(**SIZES),
+    hf.Qwen2ForCausalLM: lambda: hf.Qwen2Config(**SIZES),
+    hf.MistralForCausalLM: lambda: hf.MistralConfig(**SIZES),
+    hf.MixtralForCausalLM: lambda: hf.MixtralConfig(**SIZES, num_local_experts=3),
+    hf.Qwen3MoeForCausalLM: lambda: hf.Qwen3MoeConfig(**SIZES, num_experts=3, moe_intermediate_size=32),
 }
-MIXTURES = {MixtralForCausalLM, Qwen3MoeForCausalLM}
+MIXTURES = {hf.MixtralForCausalLM, hf.Qwen3MoeForCausalLM}
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)

@@ -10,19 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from tiny import LLAMA_SIZES, all_drawn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation import sampling as sampling_module
@@ -235,16 +224,16 @@ def make_model(kind: str, make_policy, seed: int = 0):
     if kind == "gpt_neox":
         return make_policy(seed).eval()
     if kind == "gpt2":
-        config = GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=4, n_positions=96)
-        return widened(GPT2LMHeadModel(config), seed)
+        config = hf.GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=4, n_positions=96)
+        return widened(hf.GPT2LMHeadModel(config), seed)
     if kind == "llama":
-        return widened(LlamaForCausalLM(LlamaConfig(**sizes)), seed)
+        return widened(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)), seed)
     if kind == "mistral_sliding":
-        return widened(MistralForCausalLM(MistralConfig(**sizes, sliding_window=5)), seed)
+        return widened(hf.MistralForCausalLM(hf.MistralConfig(**sizes, sliding_window=5)), seed)
     if kind == "qwen2_half_sliding":
         layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
-        return widened(Qwen2ForCausalLM(Qwen2Config(**sizes, **layers, use_sliding_window=True)), seed)
-    return widened(MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)), seed)
+        return widened(hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, **layers, use_sliding_window=True)), seed)
+    return widened(hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)), seed)
 
 
 KINDS = ("gpt_neox", "gpt2", "llama", "mistral_sliding", "qwen2_half_sliding", "mixtral")

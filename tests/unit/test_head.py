@@ -10,22 +10,11 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers as hf
 from tiny import LLAMA_SIZES, PROMPTS, byte_tokenizer, count_letters, new_args
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
 
 from async_rlhf import KLConfig, LoRAConfig
 from async_rlhf.learner.learner import Learner
@@ -40,7 +29,7 @@ SIZES = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": 256, "pa
 T = 0.7
 
 
-class InPlace(LlamaForCausalLM):
+class InPlace(hf.LlamaForCausalLM):
     """Changes some of the logits where they are, as Chameleon does."""
 
     def forward(self, *args, **options):
@@ -49,7 +38,7 @@ class InPlace(LlamaForCausalLM):
         return output
 
 
-class Standardised(LlamaForCausalLM):
+class Standardised(hf.LlamaForCausalLM):
     """Does something to logits that no key of its configuration names."""
 
     def forward(self, *args, **options):
@@ -59,14 +48,14 @@ class Standardised(LlamaForCausalLM):
 
 
 MAKE = {
-    "plain": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "bias": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
-    "softcap, tied": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.5)),
-    "multiplied, tied": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3)),
-    "divided": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=0.4)),
-    "in place": lambda: InPlace(LlamaConfig(**SIZES)),
-    "unknown": lambda: Standardised(LlamaConfig(**SIZES)),
+    "plain": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "bias": lambda: hf.PhiForCausalLM(hf.PhiConfig(**SIZES)),
+    "softcap, tied": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.5)),
+    "multiplied, tied": lambda: hf.CohereForCausalLM(hf.CohereConfig(**SIZES, logit_scale=0.3)),
+    "divided": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SIZES, logits_scaling=0.4)),
+    "in place": lambda: InPlace(hf.LlamaConfig(**SIZES)),
+    "unknown": lambda: Standardised(hf.LlamaConfig(**SIZES)),
 }
 UNKNOWN = ("in place", "unknown")
 
@@ -297,12 +286,12 @@ class Step(NamedTuple):
 
 def step_of(folder, vocabulary, length, lora=0):
     """Eight completions of ``length`` tokens, by a Llama with that vocabulary."""
-    config = LlamaConfig(**SIZES | {"vocab_size": vocabulary, "max_position_embeddings": 4096})
+    config = hf.LlamaConfig(**SIZES | {"vocab_size": vocabulary, "max_position_embeddings": 4096})
     options = {"samples_per_prompt": 8, "num_mini_batches": 1, "per_device_train_batch_size": 8, "num_epochs": 2}
     options |= {"total_episodes": 8, "annotate_batch_size": 8, "kl": KLConfig(coef=0.1), "lora": LoRAConfig(rank=lora)}
     args = new_args(folder, f"{vocabulary} {length} {lora}", algorithm="grpo", **options)
     parts = {"reward_funcs": count_letters, "processing_class": byte_tokenizer()}
-    learner = OnlineTrainer(LlamaForCausalLM(config), args, PROMPTS, **parts).learner
+    learner = OnlineTrainer(hf.LlamaForCausalLM(config), args, PROMPTS, **parts).learner
     tokens = torch.randint(vocabulary, (8, length), generator=torch.Generator().manual_seed(0)).numpy()
     logprobs, versions = np.full(length, -5, np.float32), np.zeros(length, np.int64)
     samples = tuple(Sample.answer((1, 2, 3), row, logprobs, versions, "length") for row in tokens)

@@ -10,20 +10,12 @@ import torch
 from tiny import byte_tokenizer, json_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from async_rlhf import config as keys
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.commands.train import run_train
-from async_rlhf.config import (
-    AdapterConfig,
-    ConfigError,
-    EvaluateConfig,
-    GenerationConfig,
-    NewModelConfig,
-    RewardConfig,
-    SFTConfig,
-)
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.data.templates import CHATML, read_template, use_template
 from async_rlhf.data.tokenizer import train_tokenizer
@@ -36,9 +28,9 @@ from async_rlhf.run.config import DataConfig, RunConfig
 ARCHITECTURES = ("gpt_neox", "llama", "qwen2", "qwen3")
 
 
-def size(architecture: str = "llama", **changes: int) -> NewModelConfig:
+def size(architecture: str = "llama", **changes: int) -> keys.NewModelConfig:
     values = {"vocab_size": 300, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "max_positions": 96}
-    return NewModelConfig(**values | changes, architecture=architecture)
+    return keys.NewModelConfig(**values | changes, architecture=architecture)
 
 
 def chat(question: str, answer: str) -> list[dict[str, str]]:
@@ -78,7 +70,7 @@ def test_bodies_by_name(architecture, bpe, tmp_path):
 
 
 def test_a_size_that_no_body_has():
-    with pytest.raises(ConfigError, match=r"hidden_size: got 6; must be an even multiple of num_heads \(2\)"):
+    with pytest.raises(keys.ConfigError, match=r"hidden_size: got 6; must be an even multiple of num_heads \(2\)"):
         size(hidden_size=6)
 
 
@@ -123,21 +115,23 @@ def test_other_templates(template, special, end):
 def test_where_a_template_comes_from(tmp_path, bpe):
     (tmp_path / "own.jinja").write_text(CHATML)
     assert read_template("chatml") == read_template(str(tmp_path / "own.jinja")) == read_template(CHATML) == CHATML
-    with pytest.raises(ConfigError, match=r"chat_template: got 'chatlm'; there is no such file; must be \"chatml\", a"):
+    with pytest.raises(
+        keys.ConfigError, match=r"chat_template: got 'chatlm'; there is no such file; must be \"chatml\", a"
+    ):
         read_template("chatlm")
     for text, message in (
         ("{% for %}", "it cannot write a question and its answer"),
         ("{{ messages[0].content }}", "it writes 'the answer' as 'the question'; must have every message's content"),
     ):
-        with pytest.raises(ConfigError, match=rf"chat_template: {message}"):
+        with pytest.raises(keys.ConfigError, match=rf"chat_template: {message}"):
             use_template(train_tokenizer(["words"], 300, 96), text)
-    with pytest.raises(ConfigError, match="chat_template: got ' '; must not be empty"):
-        SFTConfig("d.jsonl", output_dir="o", chat_template=" ")
+    with pytest.raises(keys.ConfigError, match="chat_template: got ' '; must not be empty"):
+        keys.SFTConfig("d.jsonl", output_dir="o", chat_template=" ")
 
 
-def sft(tmp_path: Path, train: str, **changes) -> SFTConfig:
+def sft(tmp_path: Path, train: str, **changes) -> keys.SFTConfig:
     values = {"new_model": size(), "per_device_train_batch_size": 8, "learning_rate": 1e-2, "num_epochs": 20.0}
-    return SFTConfig(train, output_dir=str(tmp_path / "sft"), **values | changes)
+    return keys.SFTConfig(train, output_dir=str(tmp_path / "sft"), **values | changes)
 
 
 def online(folder: Path, algorithm: str = "online_dpo", **changes) -> OnlineConfig:
@@ -152,7 +146,7 @@ def online(folder: Path, algorithm: str = "online_dpo", **changes) -> OnlineConf
         "device": "cpu",
         "num_threads": 1,
         "progress": False,
-        "generation": GenerationConfig(response_length=16, temperature=1.0, num_threads=1),
+        "generation": keys.GenerationConfig(response_length=16, temperature=1.0, num_threads=1),
     }
     return RunConfig.of(algorithm).__dataclass_fields__["train"].type(**values | changes)
 
@@ -169,7 +163,7 @@ def test_the_whole_road_on_chats_from_zero(tmp_path, architecture, staleness):
     assert stop in load_policy(str(tmp_path / "sft")).generation_config.eos_token_id
 
     rated = [{"prompt": chat(f"say {i % 12}", "")[:1], "completion": "ab" * (i % 3), "score": i % 3} for i in range(36)]
-    reward = RewardConfig(
+    reward = keys.RewardConfig(
         written(tmp_path / "rated.jsonl", rated), str(tmp_path / "reward"), model=str(tmp_path / "sft"), num_epochs=2
     )
     assert run_reward(reward)["eval_rows"] > 0
@@ -190,7 +184,7 @@ def test_the_whole_road_on_chats_from_zero(tmp_path, architecture, staleness):
     assert max((value - before[name]).abs().max().item() for name, value in final.named_parameters()) > 1e-4
 
     found = run_evaluate(
-        EvaluateConfig(
+        keys.EvaluateConfig(
             models={"sft": str(tmp_path / "sft"), "policy": str(tmp_path / "policy" / "final")},
             data=data,
             prompt_field="messages",
@@ -219,9 +213,9 @@ def test_a_given_tokenizer_decides_the_vocabulary(tmp_path):
     given = byte_tokenizer()
     given.save_pretrained(tmp_path / "bytes")
     data = written(tmp_path / "chats.jsonl", CHATS)
-    with pytest.raises(ConfigError, match=r"new_model.vocab_size: got 300; must be left out with tokenizer"):
+    with pytest.raises(keys.ConfigError, match=r"new_model.vocab_size: got 300; must be left out with tokenizer"):
         sft(tmp_path, data, tokenizer="bytes")
-    with pytest.raises(ConfigError, match="tokenizer: got 'bytes'; must be null with model, which has its own"):
+    with pytest.raises(keys.ConfigError, match="tokenizer: got 'bytes'; must be null with model, which has its own"):
         sft(tmp_path, data, new_model=size(vocab_size=1536), tokenizer="bytes", model="m")
     new, place = size(vocab_size=1536), str(tmp_path / "bytes")
     run_sft(sft(tmp_path, data, num_epochs=1, new_model=new, tokenizer=place, chat_template="chatml"))
@@ -235,11 +229,15 @@ def test_a_template_for_a_model_that_has_none(tmp_path, make_policy, tokenizer):
     """Its new tokens get embeddings, which are trained; the old ones keep theirs up to then."""
     write_model(make_policy(), tokenizer, tmp_path / "base")
     data = written(tmp_path / "chats.jsonl", CHATS)
-    chats = sft(tmp_path, data, model=str(tmp_path / "base"), new_model=NewModelConfig(), num_epochs=1)
-    with pytest.raises(ConfigError, match=r"is a chat, and no tokenizer with a chat template .* \(sft adds one: chat"):
+    chats = sft(tmp_path, data, model=str(tmp_path / "base"), new_model=keys.NewModelConfig(), num_epochs=1)
+    with pytest.raises(
+        keys.ConfigError, match=r"is a chat, and no tokenizer with a chat template .* \(sft adds one: chat"
+    ):
         run_sft(chats)
-    with pytest.raises(ConfigError, match=r"lora.rank: got 2; must be 0 where chat_template adds tokens \(<\|im_start"):
-        run_sft(replace(chats, chat_template="chatml", lora=AdapterConfig(2)))
+    with pytest.raises(
+        keys.ConfigError, match=r"lora.rank: got 2; must be 0 where chat_template adds tokens \(<\|im_start"
+    ):
+        run_sft(replace(chats, chat_template="chatml", lora=keys.AdapterConfig(2)))
     run_sft(replace(chats, chat_template="chatml", learning_rate=1e-9))
     model, base = (load_policy(str(tmp_path / name)) for name in ("sft", "base"))
     assert model.config.vocab_size == 260
@@ -257,7 +255,7 @@ def test_a_template_file_counts_by_its_content(tmp_path):
     results = run_sft(config)
     assert run_sft(config) == results
     file.write_text(CHATML.replace("im_", "in_"))
-    with pytest.raises(ConfigError, match=r"chat_template: was '.*own.jinja' \(xxh3:\w+\), is "):
+    with pytest.raises(keys.ConfigError, match=r"chat_template: was '.*own.jinja' \(xxh3:\w+\), is "):
         run_sft(config)
-    with pytest.raises(ConfigError, match=r"chat_template: was '.*own.jinja' .*, is 'chatml' "):
+    with pytest.raises(keys.ConfigError, match=r"chat_template: was '.*own.jinja' .*, is 'chatml' "):
         run_sft(replace(config, chat_template="chatml"))

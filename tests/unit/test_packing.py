@@ -8,19 +8,10 @@ from functools import partialmethod
 
 import pytest
 import torch
+import transformers as hf
 from tiny import LLAMA_SIZES, new_policy
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPTNeoXConfig,
-    JambaConfig,
-    MambaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.config import ConfigError
@@ -58,12 +49,12 @@ def sizes(kind: str) -> dict[str, object]:
     return common | LLAMA_SIZES | {"vocab_size": 64, "head_dim": 8} | experts | window
 
 
-def made(kind: str, values: bool = False) -> PreTrainedModel:
+def made(kind: str, values: bool = False) -> hf.PreTrainedModel:
     torch.manual_seed(0)
-    config: PretrainedConfig = CONFIG_MAPPING[kind](**sizes(kind))
+    config: hf.PretrainedConfig = CONFIG_MAPPING[kind](**sizes(kind))
     if values:
         config.num_labels = 1
-    model = (AutoModelForSequenceClassification if values else AutoModelForCausalLM).from_config(config)
+    model = (hf.AutoModelForSequenceClassification if values else hf.AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -78,7 +69,7 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.randint(1, 64, mask_BT.shape), mask_BT.float()
 
 
-def packed(model: PreTrainedModel, wanted: bool = True) -> None:
+def packed(model: hf.PreTrainedModel, wanted: bool = True) -> None:
     choose(wanted, False, {"model": model}, False)
     assert is_packed(model) is wanted
 
@@ -89,7 +80,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def require_same(model: PreTrainedModel, compute) -> None:
+def require_same(model: hf.PreTrainedModel, compute) -> None:
     """Numbers and gradients, packed and padded."""
     found = []
     for wanted in (False, True):
@@ -208,19 +199,19 @@ def test_packed_rows_are_never_padded_and_logits_come_in_the_same_order():
     assert seen == [(1, int(LENGTHS_B.sum()) - 12 + 1)]  # of a row without response, one token
 
 
-def jamba() -> PretrainedConfig:
-    return JambaConfig(
+def jamba() -> hf.PretrainedConfig:
+    return hf.JambaConfig(
         **sizes("llama") | {"num_hidden_layers": 8, "mamba_d_state": 4, "mamba_dt_rank": 2, "use_mamba_kernels": False}
     )
 
 
-def eager() -> PretrainedConfig:
-    return GPTNeoXConfig(**sizes("gpt_neox"), attn_implementation="eager")
+def eager() -> hf.PretrainedConfig:
+    return hf.GPTNeoXConfig(**sizes("gpt_neox"), attn_implementation="eager")
 
 
 REFUSED = {
     "a state-space model": (
-        lambda: MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+        lambda: hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
         "MambaForCausalLM, whose state would run from one row into the next",
     ),
     "a hybrid": (jamba, "JambaForCausalLM, whose state would run from one row into the next"),
@@ -237,7 +228,7 @@ REFUSED = {
         "BloomForCausalLM, whose attention cannot be replaced",
     ),
     "a window that only the mask has": (
-        lambda: Qwen2MoeConfig(**sizes("mistral")),
+        lambda: hf.Qwen2MoeConfig(**sizes("mistral")),
         "Qwen2MoeForCausalLM, whose sliding window attention does not get to know",
     ),
     "eager attention": (eager, 'GPTNeoXForCausalLM, whose attention is "eager", not "sdpa"'),
@@ -249,7 +240,7 @@ def test_a_model_that_cannot_is_named_and_gets_padded_rows(case, caplog):
     config, message = REFUSED[case]
     torch.manual_seed(0)
     config = config()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
     with pytest.raises(ConfigError) as caught:
         choose(True, True, {"policy": model}, False)
     assert f'packing: got True; must be false or "auto": the policy is a {message}' in str(caught.value)
@@ -263,7 +254,7 @@ def test_a_model_that_cannot_is_named_and_gets_padded_rows(case, caplog):
 def test_ranks_do_not_share_the_rows_of_a_model_that_cannot(case):
     config, message = REFUSED[case]
     config = config()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
     with pytest.raises(ConfigError) as caught:
         require_shared({"policy": model}, 2)
     assert f"parallel.context_parallel: got 2; must be 1: the policy is a {message}" in str(caught.value)
@@ -279,18 +270,18 @@ def test_ranks_that_share_rows_divide_the_attention_heads():
 def test_sixteen_bits_leave_room_for_rounding_and_not_for_another_computation():
     assert obstacle(made("gpt_neox").bfloat16()) is None
     config = CONFIG_MAPPING["roberta"](**sizes("gpt_neox"), is_decoder=True)
-    assert "computes something else" in obstacle(AutoModelForCausalLM.from_config(config).bfloat16())
+    assert "computes something else" in obstacle(hf.AutoModelForCausalLM.from_config(config).bfloat16())
 
 
 def test_a_short_window_is_no_obstacle_where_attention_gets_to_know_it():
-    assert obstacle(AutoModelForCausalLM.from_config(Qwen2MoeConfig(**sizes("mistral")))) is not None
+    assert obstacle(hf.AutoModelForCausalLM.from_config(hf.Qwen2MoeConfig(**sizes("mistral")))) is not None
     assert obstacle(made("mistral")) is None
     assert obstacle(made("qwen2")) is None
 
 
 def test_a_window_of_no_tokens_is_none():
     torch.manual_seed(0)
-    model, (tokens_BT, mask_BT) = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**sizes("llama"))), rows()
+    model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(hf.Qwen2MoeConfig(**sizes("llama"))), rows()
     assert model.config.sliding_window == 0
     require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
 

@@ -18,15 +18,7 @@ from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.context import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
-from async_rlhf.models.budget import (
-    CPU_TOKENS,
-    PassMemory,
-    bytes_to_come,
-    bytes_without_checkpointing,
-    fitting_tokens,
-    memory_of,
-    with_checkpointing,
-)
+from async_rlhf.models import budget
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, dealt
@@ -184,10 +176,10 @@ def test_limits_that_mean_nothing_are_refused(tmp_path, changes, message):
     assert message in str(caught.value)
 
 
-def memory(model, sharing: int = 1, **changes) -> PassMemory:
+def memory(model, sharing: int = 1, **changes) -> budget.PassMemory:
     config, parallel = replace(OnlineConfig(), **{"gradient_checkpointing": False, **changes}), Parallel()
     parallel.context = ContextGroup(sharing)
-    return PassMemory.of([model], config, parallel, with_gradient=True)
+    return budget.PassMemory.of([model], config, parallel, with_gradient=True)
 
 
 def test_a_reward_model_that_shares_rows_holds_less_of_a_pass(make_reward_model, tokenizer, make_args, monkeypatch):
@@ -205,9 +197,9 @@ def test_a_reward_model_that_shares_rows_holds_less_of_a_pass(make_reward_model,
 
 def test_on_a_cpu_auto_is_what_is_of_use_there_and_the_log_says_so(caplog):
     with caplog.at_level(logging.INFO):
-        tokens = fitting_tokens("max_tokens_per_pass", memory(new_policy()), torch.device("cpu"), to_come=0.0)
-    assert tokens == CPU_TOKENS
-    assert f"max_tokens_per_pass: {CPU_TOKENS} tokens a pass" in caplog.text
+        tokens = budget.fitting_tokens("max_tokens_per_pass", memory(new_policy()), torch.device("cpu"), to_come=0.0)
+    assert tokens == budget.CPU_TOKENS
+    assert f"max_tokens_per_pass: {budget.CPU_TOKENS} tokens a pass" in caplog.text
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -217,7 +209,7 @@ def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
     config = CONFIG_MAPPING[kind](**sizes, vocab_size=258)
     model, kept = AutoModelForCausalLM.from_config(config), {}
-    counted = memory_of(model, OnlineConfig(), Parallel(), checkpointing)
+    counted = budget.memory_of(model, OnlineConfig(), Parallel(), checkpointing)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -244,44 +236,48 @@ def test_as_many_tokens_are_taken_as_fit_and_one_at_least():
         assert passes.bytes(tokens) <= room < passes.bytes(tokens + 1)
     assert passes.tokens(-5.0) == 1
     assert memory(new_policy(), sharing=4).bytes(4 * 100) == passes.bytes(100)  # a part of each row on each rank
-    both = PassMemory(passes.models * 2, with_gradient=True)
+    both = budget.PassMemory(passes.models * 2, with_gradient=True)
     assert both.bytes(100) == 2 * passes.bytes(100)
-    assert PassMemory(passes.models, with_gradient=False).bytes(1000) < passes.bytes(1000)
+    assert budget.PassMemory(passes.models, with_gradient=False).bytes(1000) < passes.bytes(1000)
     parameters = [torch.zeros(10), torch.zeros(6, dtype=torch.bfloat16)]
-    assert bytes_to_come(parameters, state=True) == 52
-    assert bytes_to_come(parameters, state=False) == 52 + 16 * 8
+    assert budget.bytes_to_come(parameters, state=True) == 52
+    assert budget.bytes_to_come(parameters, state=False) == 52 + 16 * 8
 
 
 def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_largest_pass():
     """With 1,000 more parameters frozen and trained, and with passes of twice as many rows."""
     policy, config = new_policy(), OnlineDPOConfig(per_device_train_batch_size=2)
     held = 16.0 * policy.num_parameters()
-    alone = bytes_without_checkpointing(config, [policy], [], Parallel(), 2)
-    assert bytes_without_checkpointing(config, [policy], [policy], Parallel(), 2) == alone + held / 4
+    alone = budget.bytes_without_checkpointing(config, [policy], [], Parallel(), 2)
+    assert budget.bytes_without_checkpointing(config, [policy], [policy], Parallel(), 2) == alone + held / 4
     more = replace(config, per_device_train_batch_size=4)
     rows = config.rows_of_pass(2), more.rows_of_pass(2)
     assert rows == (4, 8)
     passes = [memory(policy).bytes(number * config.max_length) for number in rows]
     assert alone <= held + passes[0]
-    assert bytes_without_checkpointing(more, [policy], [], Parallel(), 2) - alone > 0.5 * (passes[1] - passes[0]) > 0
+    assert (
+        budget.bytes_without_checkpointing(more, [policy], [], Parallel(), 2) - alone
+        > 0.5 * (passes[1] - passes[0])
+        > 0
+    )
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.99, True), (1.01, False)])
 def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
     """With so much of the memory that all activations need."""
-    needed = bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel(), 2)
+    needed = budget.bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel(), 2)
     memory = share * needed / 0.8
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
-        decided = with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2)
+        decided = budget.with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2)
     assert decided.gradient_checkpointing is expected
     assert f"gradient_checkpointing: {'on' if expected else 'off'}, for without it the learner takes" in caplog.text
     # What others have, or will take, is no room.
-    assert with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2, taken=0.3).gradient_checkpointing
+    assert budget.with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2, taken=0.3).gradient_checkpointing
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0.7 * memory, memory))
-    assert with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2).gradient_checkpointing
+    assert budget.with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2).gradient_checkpointing
     for said in (True, False):
         asked = replace(config, gradient_checkpointing=said)
-        assert with_checkpointing(asked, [new_policy()], [], Parallel(), gpu, 2) is asked
-    assert with_checkpointing(config, [], [], Parallel(), torch.device("cpu"), 2).gradient_checkpointing is False
+        assert budget.with_checkpointing(asked, [new_policy()], [], Parallel(), gpu, 2) is asked
+    assert budget.with_checkpointing(config, [], [], Parallel(), torch.device("cpu"), 2).gradient_checkpointing is False

@@ -9,16 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import test_engine
 import torch
-from test_engine import (
-    STOPS,
-    assert_same_completions,
-    make_model,
-    params,
-    ragged_prompts,
-    slow_generate,
-    slow_generate_with_switch,
-)
 from tiny import all_drawn
 
 from async_rlhf.generation import transformers_engine
@@ -44,10 +36,10 @@ def streamed(engine, prompts, offered=lambda free: free):
 @pytest.mark.parametrize("batch_size", [3, 7, 12, 100])
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama", "mixtral", "mistral_sliding", "qwen2_half_sliding"])
 def test_samples_are_those_of_the_loop_without_cache(make_policy, kind, batch_size):
-    prompts, sampling = ragged_prompts(13), params(batch_size=batch_size)
-    model = make_model(kind, make_policy)
+    prompts, sampling = test_engine.ragged_prompts(13), test_engine.params(batch_size=batch_size)
+    model = test_engine.make_model(kind, make_policy)
     ours = streamed(TransformersEngine(model, sampling, version=4), prompts)
-    for our, their in zip(ours, slow_generate(model, prompts, sampling), strict=True):
+    for our, their in zip(ours, test_engine.slow_generate(model, prompts, sampling), strict=True):
         assert [sample.tokens for sample in our] == [tokens for tokens, _, _ in their]
         assert [sample.finish_reason for sample in our] == [finish for _, _, finish in their]
         assert {version for sample in our for version in sample.versions} == {4}
@@ -56,19 +48,19 @@ def test_samples_are_those_of_the_loop_without_cache(make_policy, kind, batch_si
 
 
 def test_the_moments_at_which_prompts_come_change_no_sample(make_policy):
-    prompts, sampling = ragged_prompts(17), params(batch_size=9)
+    prompts, sampling = test_engine.ragged_prompts(17), test_engine.params(batch_size=9)
     engine = TransformersEngine(make_policy(0).eval(), sampling)
     whole = streamed(engine, prompts)
     draw = random.Random(1)
     for _ in range(4):
-        assert_same_completions(streamed(engine, prompts, lambda free: draw.randint(0, free)), whole)
-    assert_same_completions(all_drawn(engine.generate(prompts)), whole)
+        test_engine.assert_same_completions(streamed(engine, prompts, lambda free: draw.randint(0, free)), whole)
+    test_engine.assert_same_completions(all_drawn(engine.generate(prompts)), whole)
 
 
 def test_places_are_taken_as_soon_as_completions_leave_them(make_policy):
     """One long answer holds up nobody; with a barrier it would."""
-    prompts = ragged_prompts(60)
-    sampling = params(samples_per_prompt=1, batch_size=6, response_length=40)
+    prompts = test_engine.ragged_prompts(60)
+    sampling = test_engine.params(samples_per_prompt=1, batch_size=6, response_length=40)
     engine = TransformersEngine(make_policy(0).eval(), sampling)
     lengths = [len(samples[0].tokens) for samples in streamed(engine, prompts)]
     assert max(lengths) > 3 * np.mean(lengths)
@@ -88,7 +80,7 @@ def test_the_cache_does_not_grow_with_what_has_been_decoded(make_policy, monkeyp
         "update",
         lambda layer, *args, **kwargs: columns.append(layer._filled) or update(layer, *args, **kwargs),
     )
-    prompts, sampling = ragged_prompts(200), params(batch_size=6)
+    prompts, sampling = test_engine.ragged_prompts(200), test_engine.params(batch_size=6)
     streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
     longest = 13 + sampling.response_length
     assert max(columns) < longest + transformers_engine._SPARE
@@ -100,8 +92,11 @@ def test_the_cache_does_not_grow_with_what_has_been_decoded(make_policy, monkeyp
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
 def test_new_weights_draw_the_tokens_after_them(make_policy, kind):
-    prompts, sampling = ragged_prompts(7), params(stop_token_ids=STOPS[:20], batch_size=6)
-    old, new = make_model(kind, make_policy, seed=0), make_model(kind, make_policy, seed=9)
+    prompts, sampling = (
+        test_engine.ragged_prompts(7),
+        test_engine.params(stop_token_ids=test_engine.STOPS[:20], batch_size=6),
+    )
+    old, new = test_engine.make_model(kind, make_policy, seed=0), test_engine.make_model(kind, make_policy, seed=9)
     engine = TransformersEngine(copy.deepcopy(old), sampling, version=3)
     calls = 0
 
@@ -119,7 +114,7 @@ def test_new_weights_draw_the_tokens_after_them(make_policy, kind):
         for k, sample in enumerate(found[p]):
             steps = sample.versions.count(3)
             assert sample.versions == (3,) * steps + (5,) * (len(sample.tokens) - steps)
-            tokens, logprobs = slow_generate_with_switch(old, new, prompt, uniforms[p, k], steps, 0.7)
+            tokens, logprobs = test_engine.slow_generate_with_switch(old, new, prompt, uniforms[p, k], steps, 0.7)
             assert sample.tokens == tuple(tokens[: len(sample.tokens)])
             assert sample.logprobs == pytest.approx(logprobs[: len(sample.tokens)], abs=1e-4)
             kinds.add(frozenset(sample.versions))
@@ -131,12 +126,12 @@ def test_logits_that_are_not_finite_are_an_error_with_the_version(make_policy):
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="version 8"):
-        streamed(TransformersEngine(model, params(), version=8), ragged_prompts(3))
+        streamed(TransformersEngine(model, test_engine.params(), version=8), test_engine.ragged_prompts(3))
 
 
 def test_samples_of_other_seeds_and_draws_differ(make_policy):
-    engine = TransformersEngine(make_policy(0).eval(), params(batch_size=6))
-    prompts = ragged_prompts(8)
+    engine = TransformersEngine(make_policy(0).eval(), test_engine.params(batch_size=6))
+    prompts = test_engine.ragged_prompts(8)
     others = [replace(prompt, draw=prompt.draw + 100) for prompt in prompts]
     ours, theirs = streamed(engine, prompts), streamed(engine, others)
     assert [[sample.tokens for sample in group] for group in ours] != [

@@ -31,28 +31,26 @@ from async_rlhf.models.saving import write_model
 PACKAGE = Path(load_rows.__code__.co_filename).parents[1]
 CODE = """
 from pathlib import Path
-from transformers import (
-    AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel, PreTrainedTokenizerFast
-)
+import transformers as hf
 
 Path({ran!r}).open("a").write("x")
 
-class TheirConfig(LlamaConfig):
+class TheirConfig(hf.LlamaConfig):
     model_type = "their_own"
 
-class TheirModel(LlamaForCausalLM):
+class TheirModel(hf.LlamaForCausalLM):
     config_class = TheirConfig
 
-class TheirBody(LlamaModel):
+class TheirBody(hf.LlamaModel):
     config_class = TheirConfig
 
-class TheirRewardModel(LlamaForSequenceClassification):
+class TheirRewardModel(hf.LlamaForSequenceClassification):
     config_class = TheirConfig
 
-class TheirTokenizer(PreTrainedTokenizerFast):
+class TheirTokenizer(hf.PreTrainedTokenizerFast):
     pass
 
-AutoModel.register(TheirConfig, TheirBody)
+hf.AutoModel.register(TheirConfig, TheirBody)
 """
 
 

@@ -17,15 +17,8 @@ import traceback
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from tiny import LLAMA_SIZES, call_reward_function, rare
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForSequenceClassification,
-)
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
@@ -49,11 +42,13 @@ def make_scoring_model(kind: str, make_reward_model, pad: int | None):
         return make_reward_model(pad_token_id=pad)
     torch.manual_seed(0)
     if kind == "gpt2":
-        model = GPT2ForSequenceClassification(GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=4, n_positions=96))
+        model = hf.GPT2ForSequenceClassification(
+            hf.GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=4, n_positions=96)
+        )
     elif kind == "llama":
-        model = LlamaForSequenceClassification(LlamaConfig(**sizes))
+        model = hf.LlamaForSequenceClassification(hf.LlamaConfig(**sizes))
     else:
-        model = MistralForSequenceClassification(MistralConfig(**sizes, sliding_window=4))
+        model = hf.MistralForSequenceClassification(hf.MistralConfig(**sizes, sliding_window=4))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

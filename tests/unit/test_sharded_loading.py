@@ -10,23 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA_SIZES, byte_tokenizer, new_policy, new_reward_model, tiny_config
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
 
 from async_rlhf.config import ConfigError, LoRAConfig, ParallelConfig
 from async_rlhf.distributed.collectives import Ranks
@@ -42,23 +32,23 @@ from async_rlhf.models.values import new_value_model
 RANKS = 3
 """Divides few of the sizes."""
 TOKENS = {"vocab_size": 258, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
-KINDS: dict[str, PretrainedConfig] = {
+KINDS: dict[str, hf.PretrainedConfig] = {
     "gpt_neox": tiny_config(),
-    "llama": LlamaConfig(**LLAMA_SIZES, **TOKENS),
-    "llama with tied embeddings": LlamaConfig(**LLAMA_SIZES, **TOKENS, tie_word_embeddings=True),
-    "llama with scaled positions": LlamaConfig(
+    "llama": hf.LlamaConfig(**LLAMA_SIZES, **TOKENS),
+    "llama with tied embeddings": hf.LlamaConfig(**LLAMA_SIZES, **TOKENS, tie_word_embeddings=True),
+    "llama with scaled positions": hf.LlamaConfig(
         **LLAMA_SIZES, **TOKENS, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
     ),
-    "qwen2": Qwen2Config(**LLAMA_SIZES, **TOKENS, tie_word_embeddings=True),
-    "mixtral": MixtralConfig(**LLAMA_SIZES, **TOKENS, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**LLAMA_SIZES, **TOKENS, num_experts=2, moe_intermediate_size=16, head_dim=8),
-    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=96, **TOKENS),
+    "qwen2": hf.Qwen2Config(**LLAMA_SIZES, **TOKENS, tie_word_embeddings=True),
+    "mixtral": hf.MixtralConfig(**LLAMA_SIZES, **TOKENS, num_local_experts=4),
+    "qwen3_moe": hf.Qwen3MoeConfig(**LLAMA_SIZES, **TOKENS, num_experts=2, moe_intermediate_size=16, head_dim=8),
+    "gpt2": hf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=96, **TOKENS),
 }
 
 
-def written(config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, size: str = "1GB") -> Path:
+def written(config: hf.PretrainedConfig, folder: Path, dtype: torch.dtype = torch.float32, size: str = "1GB") -> Path:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder, max_shard_size=size)
+    hf.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder, max_shard_size=size)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -226,7 +216,7 @@ def with_bin(folder: Path) -> None:
 def with_adapter(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    model = get_peft_model(hf.AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=2, target_modules=["q_proj"]))
     model.save_pretrained(folder)
 
 
@@ -350,7 +340,7 @@ def test_ranks_of_a_host_share_the_checksums_and_other_files_have_their_own(tmp_
 
 def test_buffers_that_no_file_holds_are_computed(tmp_path):
     """The danger is real: without their own frequencies all positions would look alike."""
-    model: PreTrainedModel = load_policy(str(written(KINDS["llama"], tmp_path)), on_meta=True)
+    model: hf.PreTrainedModel = load_policy(str(written(KINDS["llama"], tmp_path)), on_meta=True)
     frequencies = dict(model.named_buffers())["model.rotary_emb.inv_freq"]
     assert "model.rotary_emb.inv_freq" not in load_file(tmp_path / "model.safetensors")
     assert frequencies.unique().numel() == frequencies.numel() > 1
@@ -358,5 +348,5 @@ def test_buffers_that_no_file_holds_are_computed(tmp_path):
 
 def test_models_by_name_are_unread_only_where_they_are_told_to_be(tmp_path):
     new_policy().save_pretrained(tmp_path)
-    assert isinstance(KINDS["gpt_neox"], GPTNeoXConfig)
+    assert isinstance(KINDS["gpt_neox"], hf.GPTNeoXConfig)
     assert not is_on_meta(load_policy(str(tmp_path)))
