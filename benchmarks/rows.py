@@ -132,7 +132,7 @@ def logprobs(_model: Any, tokens_BT: Tensor, sampled_BT: Tensor, *_: Any, **__: 
     return PolicyOutput(sampled_BT.float() * -1.5, torch.zeros(tokens_BT.shape))
 
 
-def scores(_model: Any, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+def scores(_model: Any, tokens_BT: Tensor, lengths_B: Tensor, **_: object) -> Tensor:
     """Those of a reward model that takes no time."""
     return (tokens_BT[torch.arange(len(tokens_BT)), lengths_B - 1] % 7).float()
 
