@@ -207,8 +207,7 @@ def _learner(case: Case, rank: FakeRank) -> tuple[Learner, SnapshotRing]:
     specs, size = layout(policy, torch.bfloat16, parallel=parallel)
     memory = rank.new(lambda: torch.zeros(ALIGNMENT + size, dtype=torch.uint8))
     ledger.name([memory], HOST)
-    ring = SnapshotRing(specs, size, 1, memory)
-    ring.dtype = torch.bfloat16
+    ring = SnapshotRing(specs, size, 1, memory, dtype=torch.bfloat16)
     with rank.computing():
         for parameter in parallel.trained:
             parameter.grad = torch.zeros_like(parameter)

@@ -334,10 +334,18 @@ def _append(
     with partial.open("a", encoding="utf-8") as file:
         for prompt, sample, text in zip(prompts, samples, texts, strict=True):
             columns = dict(prompt.columns)
-            query, drawn = str(columns.pop(prompt_field)), tuple(sample.drawn.tolist())
-            logprobs = tuple(sample.logprobs[sample.sampled].tolist())
-            known = (query, text, sample.finish_reason, drawn, logprobs, prompt.tokens, prompt.row, columns)
-            file.write(json.dumps(asdict(Generation(*known)), default=str) + "\n")
+            query = str(columns.pop(prompt_field))
+            generation = Generation(
+                query,
+                text,
+                sample.finish_reason,
+                tuple(sample.drawn.tolist()),
+                tuple(sample.logprobs[sample.sampled].tolist()),
+                prompt.tokens,
+                prompt.row,
+                columns,
+            )
+            file.write(json.dumps(asdict(generation), default=str) + "\n")
         file.flush()
         os.fsync(file.fileno())
 

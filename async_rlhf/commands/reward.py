@@ -70,7 +70,7 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
 
 
 def _task(config: RewardConfig, on_meta: bool) -> Task:
-    rows, rated = _read(config)
+    rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
     model = new_reward_model(config.model, tokenizer, config.seed, trust=trust, on_meta=on_meta)
@@ -78,7 +78,7 @@ def _task(config: RewardConfig, on_meta: bool) -> Task:
     reference = _reference(config, tokenizer, longest)
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
-    task, own_reference = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows)
+    task, own_reference = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
 
     def finish(parallel: Parallel) -> dict[str, Any]:
         zero, size = reference or own_reference, 2 * config.per_device_train_batch_size
@@ -91,8 +91,8 @@ def _task(config: RewardConfig, on_meta: bool) -> Task:
     return replace(task, finish=finish, told=told)
 
 
-def _read(config: RewardConfig) -> tuple[Sequence[Rows], bool]:
-    """Training and held-out rows, both, and whether they are rated; checked before any model is loaded."""
+def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
+    """Training and held-out rows, and whether they are rated; checked before any model is loaded."""
     rows, heldout = load_stage_rows(config)
     field = config.score_field
     rated = is_rated(rows, field)
@@ -109,7 +109,7 @@ def _read(config: RewardConfig) -> tuple[Sequence[Rows], bool]:
     if rated:
         require_different(read_ratings(rows, field, "train"), field, "train, less what is held out")
     assert heldout is not None
-    return (rows, heldout), rated
+    return rows, heldout, rated
 
 
 def _require_pairs(rows: Rows, field: str) -> None:
@@ -122,11 +122,16 @@ def _require_pairs(rows: Rows, field: str) -> None:
 
 
 def _pairs(
-    config: RewardConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int, rows: Sequence[Rows]
+    config: RewardConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    rows: Rows,
+    heldout: Rows,
 ) -> tuple[Task, Sequence[tuple[int, ...]]]:
     """What is learnt from pairs, and the rows whose mean score is made 0 by default."""
-    pairs, counts = encode_pairs(rows[0], tokenizer, longest, "train")
-    held, _ = encode_pairs(rows[1], tokenizer, longest, "eval")
+    pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
+    held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
     size, coefficient = config.per_device_train_batch_size, config.center_rewards_coefficient
     text = "on {eval_pairs} held-out pairs accuracy {eval_accuracy:.3f}, margin {eval_margin:.3f}, calibration error "
     task = Task(
@@ -143,11 +148,16 @@ def _pairs(
 
 
 def _ratings(
-    config: RewardConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, longest: int, rows: Sequence[Rows]
+    config: RewardConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    rows: Rows,
+    heldout: Rows,
 ) -> tuple[Task, Sequence[tuple[int, ...]]]:
     """The same for ratings, whose mean is 0 already."""
-    rated, dropped = encode_ratings(rows[0], tokenizer, config.score_field, longest, "train")
-    held, _ = encode_ratings(rows[1], tokenizer, config.score_field, longest, "eval")
+    rated, dropped = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
+    held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
     require_different(rated.ratings, config.score_field, f"train, up to {longest} tokens")
     scale, size = Scale.of(rated.ratings), 2 * config.per_device_train_batch_size
     task = Task(

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -27,6 +27,21 @@ from async_rlhf.data.views import RowView, fingerprint_of
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+class Demonstration(NamedTuple):
+    """A prompt and the answer to learn."""
+
+    prompt: str
+    response: str
+
+
+class Preference(NamedTuple):
+    """Two responses, the first of which is preferred."""
+
+    prompt: str
+    chosen: str
+    rejected: str
 
 
 def is_chat(value: Any) -> bool:
@@ -49,7 +64,7 @@ class RowReader:
     key: str
     tools: Sequence[Mapping[str, Any]] = ()
 
-    def demonstrations(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    def demonstrations(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Demonstration]:
         """Prompts with the answer to learn, one after the other: from `query_reference_response` (with `query`, its
         start), from `messages`, from `prompt` and `completion` (or, in preference pairs, `chosen`), or from `text`.
 
@@ -58,7 +73,7 @@ class RowReader:
         """
         return (self.demonstration(row, n) for n, row in enumerate(rows, start=1))
 
-    def preferences(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    def preferences(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Preference]:
         """`prompt`, `chosen` and `rejected` of every row; two whole chats must have their prompt in common. Two texts
         may have none, and then no prompt in common either.
 
@@ -81,13 +96,13 @@ class RowReader:
         """The messages that :meth:`prompt` spells; None of a text."""
         return _without_answer(value, place) if is_chat(value) else None
 
-    def demonstration(self, row: Mapping[str, Any], number: int) -> tuple[str, str]:
+    def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
         place = f"{self.key}: row {number}"
         prompt, response, column = demonstration_parts(row, place)
-        return self._prompted(prompt, response, f"{place}: `{column}`")
+        return Demonstration(*self._prompted(prompt, response, f"{place}: `{column}`"))
 
-    def preference(self, row: Mapping[str, Any], number: int) -> tuple[str, str, str]:
+    def preference(self, row: Mapping[str, Any], number: int) -> Preference:
         """See :meth:`preferences`; rows count from 1."""
         place = f"{self.key}: row {number}"
         for column in ("chosen", "rejected"):
@@ -100,15 +115,15 @@ class RowReader:
         )
         if given is not None and not once_more:
             prompt, first = self._prompted(given, chosen, f"{place}: `chosen`")
-            return prompt, first, self._prompted(given, rejected, f"{place}: `rejected`")[1]
+            return Preference(prompt, first, self._prompted(given, rejected, f"{place}: `rejected`")[1])
         if isinstance(chosen, str) and isinstance(rejected, str):
-            return "", _text(chosen, f"{place}: `chosen`"), _text(rejected, f"{place}: `rejected`")
+            return Preference("", *(_text(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")))
         sides = [_chat(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")]
         starts = [_without_answer(side, place) for side in sides]
         if list(starts[0]) != list(starts[1]):
             raise ConfigError(f"{place}: `chosen` and `rejected` must be the same chat but for the last answer")
         prompt, first = self._answered(starts[0], sides[0], f"{place}: `chosen`")
-        return prompt, first, self._answered(starts[1], sides[1], f"{place}: `rejected`")[1]
+        return Preference(prompt, first, self._answered(starts[1], sides[1], f"{place}: `rejected`")[1])
 
     def _prompted(self, prompt: Any, response: Any, place: str) -> tuple[str, str]:
         """A prompt and its response, both text or both chats."""

@@ -27,7 +27,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import auditing_uniforms, places, sample_uniforms
 from async_rlhf.generation.sampling_test import FALSE_ALARMS, LIMIT, SamplingTest, Where
 from async_rlhf.models.adapters import adapters_off, has_adapters, is_adapter, names_below_adapters
-from async_rlhf.models.forward import over_response_logits, response_logprobs
+from async_rlhf.models.forward import evaluating, over_response_logits, response_logprobs
 from async_rlhf.models.quantised import as_plain_layers, like_numbers
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.models.truncation import truncated
@@ -492,17 +492,6 @@ class _WithWeights:
 def probe_tokens(vocabulary: int) -> Tensor:
     """The sequences, (ROWS, LENGTH), drawn once for all from the vocabulary."""
     return torch.randint(vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within, a model computes without dropout."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @torch.no_grad()

@@ -49,11 +49,18 @@ class ModelSpec:
     ) -> ModelSpec:
         """The policy of a run, for workers on ``device``."""
         generation = config.generation
-        own = unquantised(policy) if is_quantised(policy) else policy.config
-        model = parallel.architecture_of(policy), own, getattr(torch, generation.weights_dtype)
-        engine = autocast_dtype(config), generation.engine, generation.vllm
-        limits: dict[str, Any] = {"max_length": config.max_length, "deterministic": config.deterministic}
-        return cls(*model, device, num_threads, *engine, **limits)
+        return cls(
+            parallel.architecture_of(policy),
+            unquantised(policy) if is_quantised(policy) else policy.config,
+            getattr(torch, generation.weights_dtype),
+            device,
+            num_threads,
+            autocast_dtype(config),
+            generation.engine,
+            generation.vllm,
+            max_length=config.max_length,
+            deterministic=config.deterministic,
+        )
 
     @property
     def gpus(self) -> int:

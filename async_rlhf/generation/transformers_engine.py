@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from async_rlhf.generation import decode_cache
-from async_rlhf.generation.audit import evaluating, probe_logprobs
+from async_rlhf.generation.audit import probe_logprobs
 from async_rlhf.generation.decode_cache import Past
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.models.forward import evaluating
 from async_rlhf.models.routing import recorded_routes
 from async_rlhf.models.truncation import truncated
 from async_rlhf.models.weights import digests, named_weights

@@ -264,9 +264,15 @@ class Learner:
         ranks: Ranks | None = None,
     ) -> ScatteredBatches:
         """This rank's passes over some units of rank 0's experience, with the fields of these names, or with all."""
-        sharing = self.parallel.context.size if ranks is None else 1
-        of = (lambda number: experience.sizes(parts[number])), (lambda number: experience.part(parts[number], names))
-        return ScatteredBatches(ranks or self.ranks, place, len(parts), *of, told, sharing)
+        return ScatteredBatches(
+            ranks or self.ranks,
+            place,
+            len(parts),
+            lambda number: experience.sizes(parts[number]),
+            lambda number: experience.part(parts[number], names),
+            told,
+            self.parallel.context.size if ranks is None else 1,
+        )
 
     def _credited(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
         """The rows to train on, from annotated ones, and metrics."""

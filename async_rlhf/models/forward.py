@@ -8,7 +8,8 @@ position ids are needed, and any causal language model of transformers works. A 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -31,6 +32,17 @@ logger = logging.getLogger(__name__)
 
 Row: TypeAlias = Sequence[int] | np.ndarray
 """Tokens of a prompt and its response."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within, a model computes without dropout."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 class _OutOfAutocast:

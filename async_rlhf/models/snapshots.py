@@ -154,10 +154,21 @@ class SnapshotRing(Snapshots):
         slots: S + 1. The number of the newest version is stored before the first slot.
         memory: all slots, as uint8.
         fd: the file descriptor of the memory; -1 for none.
+        adapters_only: see iterate_weights.
+        dtype: see there.
     """
 
-    def __init__(self, specs: Specs, slot_bytes: int, slots: int, memory: Tensor, fd: int = -1) -> None:
-        super().__init__(None, slots)
+    def __init__(
+        self,
+        specs: Specs,
+        slot_bytes: int,
+        slots: int,
+        memory: Tensor,
+        fd: int = -1,
+        adapters_only: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dtype, slots, adapters_only)
         self.specs, self.slot_bytes = specs, slot_bytes
         self.memory, self.fd = memory, fd
 
@@ -173,8 +184,7 @@ class SnapshotRing(Snapshots):
         specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
         memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
         memory[:8].view(torch.int64)[0] = -1
-        ring = cls(specs, slot_bytes, slots, memory, fd)
-        ring.dtype, ring.adapters_only = dtype, adapters_only
+        ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
         if fd >= 0 and _leaves_a_gpu(model, parallel):
             ring.pin(memory)
         return ring

@@ -135,8 +135,12 @@ class ChatModel:
 
     def _reply(self, text: str, stop: threading.Event) -> dict[str, Any]:
         config = self.config
-        how = {"temperature": 0.0, "max_tokens": config.max_tokens}
-        body = {"model": config.model, "messages": [{"role": "user", "content": text}], **how}
+        body = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0.0,
+            "max_tokens": config.max_tokens,
+        }
         url = f"{self._url.rstrip('/')}/chat/completions"
         answer = post(self._client, url, body, config.max_retries, stop)
         if isinstance(answer, httpx.Response) and answer.status_code == 200:

@@ -39,8 +39,16 @@ _LOADED: WeakValueDictionary[tuple[str, str, bool], _Loaded] = WeakValueDictiona
 """As long as a function has them."""
 
 
-_LOCK, _LATEST = threading.Lock(), list[tuple[Any, Any]]()
-"""What was asked for last, and the scores: functions of one run make different rewards of them."""
+class _Latest:
+    """The scores that were computed last, for functions of one run that make different rewards of them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.asked: Any = None
+        self.scores_MR: Any = None
+
+
+_LATEST = _Latest()
 
 
 @dataclass(frozen=True)
@@ -78,11 +86,11 @@ class RewardModels(Checked):
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
         asked = self.models, self.batch_size, self.device, self.trust_remote_code, [*prompts], [*completions]
-        with _LOCK:  # whoever asks for the same scores at the same time waits for them
-            if not _LATEST or _LATEST[0][0] != asked:
-                _LATEST.clear()
-                _LATEST.append((asked, self._scores(prompts, completions)))
-            ((_, scores_MR),) = _LATEST
+        with _LATEST.lock:  # whoever asks for the same scores at the same time waits for them
+            if _LATEST.asked != asked:
+                _LATEST.asked, _LATEST.scores_MR = None, self._scores(prompts, completions)
+                _LATEST.asked = asked
+            scores_MR = _LATEST.scores_MR
         return self._together(scores_MR).tolist()
 
     def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> Any:

@@ -133,7 +133,7 @@ def test_an_answer_may_spell_the_end_of_sequence(chatting):
     silent.chat_template = TEMPLATE.replace("{{ eos_token }}", "")
     row = {"messages": said("a", "keep <eos> this")}
     for tokenizer, rest in ((chatting, ""), (silent, "\n")):
-        assert next(RowReader(tokenizer, "data").demonstrations([row]))[1] == f"keep <eos> this{rest}"
+        assert next(RowReader(tokenizer, "data").demonstrations([row])).response == f"keep <eos> this{rest}"
 
 
 def test_the_stream_hands_out_what_the_policy_sees(chatting):

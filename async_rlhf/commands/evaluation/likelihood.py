@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.forward import over_response_logits
+from async_rlhf.models.forward import evaluating, over_response_logits
 from async_rlhf.models.head import selected_logprobs
 from async_rlhf.models.rows import by_length, in_shares, pad_rows
 from async_rlhf.models.truncation import Distribution, truncated
@@ -70,9 +70,8 @@ def response_logprob_sums(
     Returns:
         One float64 number per row, on the CPU. Logits and log-softmax are float32.
     """
-    training, distribution = model.training, Distribution(temperature, top_p, top_k)
-    device, ranks, done = parallel.device_of(model), parallel.ranks, 0
-    model.eval()
+    distribution, device = Distribution(temperature, top_p, top_k), parallel.device_of(model)
+    ranks, done = parallel.ranks, 0
 
     def sums(index_B: Tensor) -> Tensor:
         nonlocal done
@@ -91,10 +90,8 @@ def response_logprob_sums(
         return torch.zeros(len(index_B), dtype=torch.float64).index_add_(0, mask_BT.nonzero()[:, 0], logprobs_N)
 
     batches = list(by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size))
-    try:
+    with evaluating(model):
         found = in_shares("log-probabilities", batches, sums, ranks, parallel.is_sharded)
-    finally:
-        model.train(training)
     sums_R = torch.zeros(len(rows), dtype=torch.float64)
     for index_B, sums_B in zip(batches, found, strict=True):
         sums_R[index_B] = sums_B

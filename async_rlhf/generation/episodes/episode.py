@@ -1,23 +1,18 @@
-"""One episode while it is played: its tokens, who wrote them, what is known; and an agent's, with all conversations."""
+"""One episode while it is played: its tokens, who wrote them, and what is known of them."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from async_rlhf.generation.episodes.endpoint import RefusedError, as_rendered
 from async_rlhf.generation.episodes.environment import Message, Observation
-from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.types import CONVERSATION, FinishReason, Prompt, Sample, Turn
+from async_rlhf.types import FinishReason, Prompt, Sample, Turn
 
 Ask = Callable[[Turn], Awaitable[Sample]]
 """Has the policy answer: returns the turn's tokens with the answer behind them."""
@@ -139,129 +134,3 @@ def joined(conversations: Sequence[Sample]) -> Sample:
     arrays = {name: np.concatenate([getattr(each, name) for each in conversations]) for name in names}
     messages = [message for each in conversations for message in each.messages or ()]
     return replace(last, **arrays, messages=messages, starts=tuple(starts))
-
-
-@dataclass
-class _Conversation:
-    """Requests each of which goes on from the one before."""
-
-    episode: Episode
-    renderer: Renderer
-    history: list[tuple[Any, ...]]
-    """All messages so far, as far as they are compared."""
-
-
-class Session:
-    """What an agent asks of the policy, one request at a time.
-
-    Args:
-        begin: makes a conversation without tokens, whose first answer has that position.
-        renderer: of the run; without tools.
-        max_turns: most answers.
-        ask: has the policy answer.
-    """
-
-    def __init__(self, begin: Callable[[int], Episode], renderer: Renderer, max_turns: int | None, ask: Ask) -> None:
-        self._begin, self._renderer, self._max_turns, self._ask = begin, renderer, max_turns, ask
-        self._conversations: list[_Conversation] = []
-        self._lock = asyncio.Lock()
-        self._turns = 0
-        self.refused = False
-        """Whether a request had to be refused: there was no room or no turn left."""
-        self.error: Exception | None = None
-        """What kept the policy from answering."""
-        self.limit: asyncio.Timeout | None = None
-        """Of the agent, while the policy does not keep it waiting."""
-        self.seconds: float | None = None
-        self.waited = 0.0
-        """Seconds that it waited for the policy."""
-
-    async def answer(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Message, str, int, int]:
-        """See :data:`~async_rlhf.generation.episodes.endpoint.Answer`."""
-        async with self._lock:
-            chat = [as_rendered(message) for message in messages]
-            if self._turns == self._max_turns:
-                raise self._refused(
-                    "max_turns", f"the episode has had its {self._max_turns} turns (generation.max_turns)"
-                )
-            conversation = self._going_on(chat, tools)
-            episode = conversation.episode
-            turn = episode.turn()
-            self._reschedule(None)
-            started = time.monotonic()
-            try:
-                written = episode.add(await self._ask(turn))
-            except Exception as error:
-                self.error = error
-                raise
-            self.waited += time.monotonic() - started
-            self._reschedule(self.seconds)
-            self._turns += 1
-            message = conversation.renderer.message(written, turn.tokens)
-            episode.say([*chat[len(conversation.history) :], message])
-            conversation.history = [_compared(each) for each in [*chat, message]]
-            reason = "tool_calls" if message.get("tool_calls") else episode.finish_reason
-            return message, reason, len(turn.tokens), len(written)
-
-    def _going_on(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> _Conversation:
-        """The conversation that a request continues, or a new one."""
-        history = [_compared(message) for message in chat]
-        renderer = self._renderer.with_tools(tools)
-        for known in reversed(self._conversations):
-            place = len(known.history)
-            goes_on = history[:place] == known.history and len(history) > place and history[place][0] != "assistant"
-            if goes_on and known.renderer.tools == renderer.tools:
-                self._extend(known.episode, renderer.observation(chat[place:], known.episode.last, renderer.is_chat))
-                return known
-        episode = self._begin(len(self._conversations) * CONVERSATION)
-        try:
-            prompt = Prompt(0, 0, (), messages=[] if renderer.is_chat else None)
-            episode.open(renderer.opening(prompt, chat), ())
-        except ValueError as error:
-            raise self._refused("context_length_exceeded", str(error)) from error
-        self._conversations.append(_Conversation(episode, renderer, []))
-        return self._conversations[-1]
-
-    def _extend(self, episode: Episode, tokens: tuple[int, ...]) -> None:
-        if episode.finish_reason == "length" or not episode.observe(tokens):
-            raise self._refused("context_length_exceeded", "the episode has no room left (generation.episode_length)")
-
-    def _refused(self, code: str, message: str) -> RefusedError:
-        self.refused = True
-        return RefusedError(code, message)
-
-    def _reschedule(self, seconds: float | None) -> None:
-        if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
-
-    def last(self) -> Episode:
-        """The last conversation; one of which nothing was asked, if there is none."""
-        if not self._conversations:
-            self._conversations.append(_Conversation(self._begin(0), self._renderer, []))
-        return self._conversations[-1].episode
-
-    def end(self, reward: float) -> None:
-        """Give the agent's reward for the last answer of the last conversation.
-
-        Raises:
-            ValueError: the agent asked nothing, or its reward is no finite number.
-        """
-        if not self.last().turns:
-            raise ValueError("the agent asked the policy nothing")
-        if not math.isfinite(reward):
-            raise ValueError(f"the agent returned {reward!r}; must be a finite number")
-        if self.refused:
-            self.last().finish_reason = "length"
-        self.last().end(reward, {"conversations": float(len(self._conversations)), "turns": float(self._turns)})
-
-    def sample(self) -> Sample:
-        """All conversations, in the order in which they began."""
-        return joined([each.episode.sample() for each in self._conversations])
-
-
-def _compared(message: Message) -> tuple[Any, ...]:
-    """What two messages that say the same have in common, however a client writes them."""
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-    return message["role"], message["content"], calls

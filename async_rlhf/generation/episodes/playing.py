@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
+from async_rlhf.generation.episodes.agents import Session
 from async_rlhf.generation.episodes.endpoint import Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
-from async_rlhf.generation.episodes.episode import Ask, Episode, Session
+from async_rlhf.generation.episodes.episode import Ask, Episode
 from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.replies import Replies
 from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
