@@ -98,6 +98,7 @@ def _measured(path: Path, kind: str, held_out: bool) -> dict[str, Any]:
     from async_rlhf.data.held_out import hold_out
     from async_rlhf.data.loading import load_rows
     from async_rlhf.data.stream import PromptStream
+    from async_rlhf.models.chats import ChatTemplate
 
     # Letters as tokens: the time of a real tokenizer depends on it alone.
     letters = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz0123456789 $")}
@@ -126,9 +127,10 @@ def _measured(path: Path, kind: str, held_out: bool) -> dict[str, Any]:
         lap("fingerprint")
         stream.batch(1, 64)
     else:
-        make = {"sft": lambda: encode_rows(rows, tokenizer, True, 2048, "data")[0]}
-        make["pairs"] = lambda: encode_pairs(rows, tokenizer, 2048, "data")[0]
-        make["ratings"] = lambda: encode_ratings(rows, tokenizer, "score", 2048, "data")[0]
+        chat = ChatTemplate(tokenizer)
+        make = {"sft": lambda: encode_rows(rows, chat, True, 2048, "data")[0]}
+        make["pairs"] = lambda: encode_pairs(rows, chat, 2048, "data")[0]
+        make["ratings"] = lambda: encode_ratings(rows, chat, "score", 2048, "data")[0]
         examples = make[kind]()
         lap("tokens")
         for _, numbers in zip(range(3), steps_of(examples.lengths, 64, 1, 0), strict=False):

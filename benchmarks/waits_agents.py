@@ -29,6 +29,7 @@ from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import EpisodeSpec, Sent
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.types import Prompt
 
 AGENTS, TURNS, STEP_SECONDS = 64, 4, 0.02
@@ -67,7 +68,7 @@ def seconds_of(agent: Callable[..., Any], tokens: int, sessions: list[aiohttp.Cl
     vocabulary, length = tokens + 30, TURNS * (tokens + 4)
     model = counting_policy(vocabulary, 8 + length, STEP_SECONDS, 1e-6).eval()
     limits = GenerationConfig(response_length=tokens + 1, max_turns=TURNS, episode_length=length)
-    episodes = EpisodeSpec(Sent.of(agent), tokenizer(vocabulary), limits, skip=False, is_agent=True)
+    episodes = EpisodeSpec(Sent.of(agent), ChatTemplate(tokenizer(vocabulary)), limits, skip=False, is_agent=True)
     params = SamplingParams(1, 0.7, tokens + 1, (vocabulary - 1,), 0, batch_size=AGENTS, episodes=episodes)
     began = time.monotonic()
     found = EpisodeSampler(TransformersEngine(model, params)).generate([Prompt(i, i, (1,)) for i in range(AGENTS)])

@@ -39,11 +39,13 @@ from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.table import import_attribute
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
+from async_rlhf.data.formats import MESSAGES
 from async_rlhf.data.loading import check_columns
-from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
+from async_rlhf.data.tokenizer import TEXT, Rendered, encode_responses, split_text, strip_end
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import check_source, check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
@@ -90,7 +92,7 @@ class _Evaluation:
     dropped: int
     """Prompts that were too long."""
     answers: dict[str, _Answers]
-    human: _Answers | None
+    human: _Answers | None = None
 
     @property
     def everyone(self) -> dict[str, _Answers]:
@@ -200,7 +202,8 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
         penalties = None
     for name, one in everyone.items():
         logger.info("evaluate: scoring %s", name)
-        one.scores = judge([line.query for line in lines], [line.columns for line in lines], one.texts, one.ended)
+        queries = [Rendered(line.query) if line.columns.get(MESSAGES) else line.query for line in lines]
+        one.scores = judge(queries, [line.columns for line in lines], one.texts, one.ended)
     if penalties is None:
         right = "must be null: no model is in the folder of a run with penalties, beside its run.yml"
         require(config.penalties is None, "penalties", config.penalties, right)
@@ -241,10 +244,10 @@ def _answers(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ra
     if len(lines) < 2:
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
-    given = _Evaluation(config, distribution, lines, dropped, answers, None)
+    given = _Evaluation(config, distribution, lines, dropped, answers)
     require(len(set(given.clusters)) > 1, "data", len(lines), right)
     if (tokenizer := _tokenizer(given, models)) is not None:
-        given.human = _human_answers(lines, tokenizer)
+        given.human = _human_answers(lines, ChatTemplate(tokenizer, config.chat))
     return given
 
 
@@ -284,7 +287,7 @@ def _tokenizer(given: _Evaluation, models: Mapping[str, str]) -> PreTrainedToken
     return None
 
 
-def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBase) -> _Answers | None:
+def _human_answers(lines: Sequence[Generation], chat: ChatTemplate) -> _Answers | None:
     """The human texts: `reference_response`, or `query_reference_response` without the query; None without both."""
     rows = [line.columns for line in lines]
     column = next((name for name in (HUMAN, TEXT) if any(row.get(name) is not None for row in rows)), None)
@@ -295,8 +298,8 @@ def _human_answers(lines: Sequence[Generation], tokenizer: PreTrainedTokenizerBa
         texts = [str(row[column]) for row in rows]
     else:
         texts = [split_text({**line.columns, "query": line.query}, f"data: row {line.row + 1}")[1] for line in lines]
-    texts = [strip_eos(tokenizer, text) for text in texts]
-    encoded = zip(lines, encode_responses(tokenizer, texts), strict=True)
+    texts = [strip_end(chat, text) for text in texts]
+    encoded = zip(lines, encode_responses(chat, texts), strict=True)
     encoded_rows = [EncodedRow(line.prompt_tokens + response, len(line.prompt_tokens)) for line, response in encoded]
     return _Answers(texts, [True] * len(texts), encoded_rows)
 

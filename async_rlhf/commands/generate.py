@@ -21,7 +21,7 @@ from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
 from async_rlhf.config.evaluation import HeldOutConfig
-from async_rlhf.data.formats import load_prompts
+from async_rlhf.data.formats import MESSAGES, load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
@@ -335,6 +335,8 @@ def _append(
         for prompt, sample, text in zip(prompts, samples, texts, strict=True):
             columns = dict(prompt.columns)
             query = str(columns.pop(prompt_field))
+            if prompt.messages is not None:
+                columns[MESSAGES] = list(prompt.messages)
             generation = Generation(
                 query,
                 text,

@@ -16,7 +16,7 @@ from async_rlhf.commands.evaluation.sampling import first_prompts, sample
 from async_rlhf.commands.ratings import run_pairs_from_ratings
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
-from async_rlhf.data.formats import load_prompts
+from async_rlhf.data.formats import MESSAGES, load_prompts
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 def run_pairs(config: PairsConfig) -> dict[str, float]:
     """Sample, judge, and write ``config.output``: one JSON object per line with `prompt`, `chosen`, `rejected`,
-    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length"). With
-    ``from_ratings`` see :func:`~async_rlhf.commands.ratings.run_pairs_from_ratings`.
+    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length"). If the
+    prompt is a chat, `prompt` is its text, and `prompt_messages` the chat. With ``from_ratings`` see
+    :func:`~async_rlhf.commands.ratings.run_pairs_from_ratings`.
 
     Returns:
         prompts, dropped (prompts too long), pairs, ties (pairs dropped because both score the same),
@@ -64,7 +65,7 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     texts = decode_samples(tokenizer, samples)
     each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
     columns = [{k: value for k, value in prompt.columns.items() if k != config.prompt_field} for prompt in each]
-    queries = [str(prompt.columns[config.prompt_field]) for prompt in each]
+    queries = [prompt.columns[config.prompt_field] for prompt in each]
     scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples])
     pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field)
     results = {
@@ -108,9 +109,11 @@ def best_and_worst(
         worst_first = sorted(rows, key=scores.__getitem__)
         for best, worst in zip(best_first[:pairs_per_prompt], worst_first, strict=False):
             if scores[best] > scores[worst]:
+                chat = {} if prompt.messages is None else {MESSAGES: list(prompt.messages)}
                 pairs.append(
                     {
                         "prompt": prompt.columns[prompt_field],
+                        **chat,
                         "chosen": texts[best],
                         "rejected": texts[worst],
                         "chosen_score": scores[best],

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from async_rlhf.commands.evaluation.likelihood import EncodedRow
 from async_rlhf.commands.evaluation.statistics import correlation_interval, pearson, spearman
@@ -32,6 +32,7 @@ from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import draw_pairs, read_ratings, require_different
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import ALONE, Parallel
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import score_rows
 from async_rlhf.types import Experience
 
@@ -69,16 +70,14 @@ class RatedRows(Examples[EncodedRating]):
     """Of all of them, float64."""
 
 
-def encode_ratings(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, field: str, longest: int, key: str
-) -> tuple[RatedRows, int]:
-    """Rated rows as tokens, made when they are asked for, with the end-of-sequence token unless `finish_reason` is
+def encode_ratings(rows: Rows, chat: ChatTemplate, field: str, longest: int, key: str) -> tuple[RatedRows, int]:
+    """Rated rows as tokens, made when they are asked for, with the token that ends an answer unless `finish_reason` is
     "length"; and how many were dropped for having more than ``longest`` tokens.
 
     Raises:
         ConfigError: a row has no text, or every row is too long.
     """
-    encoded, dropped = encode_rows(rows, tokenizer, False, longest, key, may_be_cut=True)
+    encoded, dropped = encode_rows(rows, chat, False, longest, key, may_be_cut=True)
     ratings = read_ratings(rows, field, key)
     kept = RatedRows(
         lambda row: EncodedRating(encoded.make(row).tokens, float(ratings[row])), encoded.rows, encoded.lengths

@@ -79,7 +79,7 @@ def relabel(
         key: what errors call the rows.
         keep_ties: keep rows with equal scores, as they are.
     """
-    prompts, *sides = zip(*RowReader(judge.tokenizer, key).preferences(rows), strict=True)
+    prompts, *sides = zip(*RowReader(judge.tokenizer, key, chat=judge.chat).preferences(rows), strict=True)
     scores: list[Sequence[float]] = []
     for side, texts in zip(_SIDES, sides, strict=True):
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]

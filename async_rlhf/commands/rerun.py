@@ -14,7 +14,7 @@ from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.folder import FEEDBACK, METRICS
-from async_rlhf.run.record import RUN_FILE, unnamed_in
+from async_rlhf.run.record import RUN_FILE, first_time, unnamed_in
 from async_rlhf.system.errors import DiffersError
 
 Line: TypeAlias = dict[str, float]
@@ -47,7 +47,8 @@ def read_run(run: str, cannot: str) -> RunConfig:
     if not original.train.generation.seed_per_request:
         why = "sampled with train.generation.seed_per_request false, so that nothing says what was drawn"
         raise ConfigError(f"run: {run!r} {why}, and cannot be {cannot}")
-    return original
+    chat = replace(original.train.chat, now=original.train.chat.now or first_time(folder))
+    return replace(original, train=replace(original.train, chat=chat))
 
 
 def without_uploads(config: OnlineConfig, run: Path, output_dir: Path, **changes: Any) -> OnlineConfig:

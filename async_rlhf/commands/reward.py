@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch.nn.functional import logsigmoid
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from async_rlhf.algorithms.supervised import PAIRS, RATINGS, pair_loss
 from async_rlhf.commands.evaluation.likelihood import EncodedRow
@@ -32,10 +33,11 @@ from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.data.tokenizer import strip_eos
+from async_rlhf.data.tokenizer import begun, strip_end
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import longest_row
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_tokenizer, new_reward_model
@@ -69,16 +71,17 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     return run_stage(stage, partial(_task, config))
 
 
-def _task(config: RewardConfig, on_meta: bool) -> Task:
+def _task(config: RewardConfig, on_meta: bool, now: datetime) -> Task:
     rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
     model = new_reward_model(config.model, tokenizer, config.seed, trust=trust, on_meta=on_meta)
     longest = longest_row(model, config.max_length)
-    reference = _reference(config, tokenizer, longest)
+    chat = ChatTemplate(tokenizer, config.chat, now)
+    reference = _reference(config, chat, longest)
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
-    task, own_reference = (_ratings if rated else _pairs)(config, model, tokenizer, longest, rows, heldout)
+    task, own_reference = (_ratings if rated else _pairs)(config, model, chat, longest, rows, heldout)
 
     def finish(parallel: Parallel) -> dict[str, Any]:
         zero, size = reference or own_reference, 2 * config.per_device_train_batch_size
@@ -122,21 +125,16 @@ def _require_pairs(rows: Rows, field: str) -> None:
 
 
 def _pairs(
-    config: RewardConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    longest: int,
-    rows: Rows,
-    heldout: Rows,
+    config: RewardConfig, model: PreTrainedModel, chat: ChatTemplate, longest: int, rows: Rows, heldout: Rows
 ) -> tuple[Task, Sequence[tuple[int, ...]]]:
     """What is learnt from pairs, and the rows whose mean score is made 0 by default."""
-    pairs, counts = encode_pairs(rows, tokenizer, longest, "train")
-    held, _ = encode_pairs(heldout, tokenizer, longest, "eval")
+    pairs, counts = encode_pairs(rows, chat, longest, "train")
+    held, _ = encode_pairs(heldout, chat, longest, "eval")
     size, coefficient = config.per_device_train_batch_size, config.center_rewards_coefficient
     text = "on {eval_pairs} held-out pairs accuracy {eval_accuracy:.3f}, margin {eval_margin:.3f}, calibration error "
     task = Task(
         model,
-        tokenizer,
+        chat.tokenizer,
         replace(PAIRS, loss=partial(pair_loss, coefficient=coefficient)),
         pairs,
         rows=pair_rows,
@@ -148,21 +146,16 @@ def _pairs(
 
 
 def _ratings(
-    config: RewardConfig,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    longest: int,
-    rows: Rows,
-    heldout: Rows,
+    config: RewardConfig, model: PreTrainedModel, chat: ChatTemplate, longest: int, rows: Rows, heldout: Rows
 ) -> tuple[Task, Sequence[tuple[int, ...]]]:
     """The same for ratings, whose mean is 0 already."""
-    rated, dropped = encode_ratings(rows, tokenizer, config.score_field, longest, "train")
-    held, _ = encode_ratings(heldout, tokenizer, config.score_field, longest, "eval")
+    rated, dropped = encode_ratings(rows, chat, config.score_field, longest, "train")
+    held, _ = encode_ratings(heldout, chat, config.score_field, longest, "eval")
     require_different(rated.ratings, config.score_field, f"train, up to {longest} tokens")
     scale, size = Scale.of(rated.ratings), 2 * config.per_device_train_batch_size
     task = Task(
         model,
-        tokenizer,
+        chat.tokenizer,
         RATINGS,
         rated,
         rows=partial(rating_rows, scale=scale),
@@ -173,14 +166,14 @@ def _ratings(
     return task, []
 
 
-def _reference(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> Sequence[tuple[int, ...]]:
+def _reference(config: RewardConfig, chat: ChatTemplate, longest: int) -> Sequence[tuple[int, ...]]:
     """The data whose mean score must be 0, as tokens; empty to use the training data."""
     if config.reference is None:
         return []
     rows = load_rows(config.reference, config.reference_split, key="reference")
     if config.prompt_words is not None:
         rows = first_words(rows, config.prompt_words, "reference")
-    return encode_rows(rows, tokenizer, False, longest, "reference")[0].with_items(lambda row: row.tokens)
+    return encode_rows(rows, chat, False, longest, "reference")[0].with_items(lambda row: row.tokens)
 
 
 def pair_rows(pairs: Sequence[EncodedPair]) -> Experience:
@@ -190,11 +183,11 @@ def pair_rows(pairs: Sequence[EncodedPair]) -> Experience:
 
 
 def encode_pairs(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, key: str
+    rows: Rows, chat: ChatTemplate, longest: int, key: str
 ) -> tuple[Examples[EncodedPair], dict[str, float]]:
     """Pairs as tokens, made when they are asked for.
 
-    Each side gets the end-of-sequence token unless its finish reason is "length".
+    Each side gets the token that ends an answer unless its finish reason is "length".
 
     Returns:
         The pairs, and how many were left out: `dropped` with a side of more than ``longest`` tokens, `ties` with
@@ -203,19 +196,20 @@ def encode_pairs(
     Raises:
         ConfigError: a row is not a pair, or no pair is left.
     """
-    reader, eos = RowReader(tokenizer, key), (tokenizer.eos_token_id,)
+    reader, end = RowReader(chat.tokenizer, key, chat=chat), (chat.end,)
 
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, *sides = reader.preference(row, number)
         ended = tuple(row.get(f"{side}_finish_reason") != "length" for side in ("chosen", "rejected"))
-        return Part((prompt, *(strip_eos(tokenizer, text) for text in sides)), ended)
+        return Part((begun(chat.tokenizer, prompt), *(strip_end(chat, text) for text in sides)), ended)
 
-    encoded = encode_parts(tokenizer, rows, "preferences", read, key)
+    encoded = encode_parts(chat.tokenizer, rows, f"preferences{chat.name}", read, key)
     prompts, *sides = encoded.tokens
 
     def pair(number: int) -> EncodedPair:
         ended, prompt = encoded.numbers[number], prompts[number]
-        return EncodedPair(*(prompt + side[number] + eos * int(end) for side, end in zip(sides, ended, strict=True)))
+        both = zip(sides, ended, strict=True)
+        return EncodedPair(*(prompt + side[number] + end * int(has_ended) for side, has_ended in both))
 
     lengths = [prompts.lengths() + side.lengths() for side in sides]
     lengths = [each + ended.astype(np.int32) for each, ended in zip(lengths, encoded.numbers.T, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.training import Task, given_rows, run_stage
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.common import ChatConfig
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, first_words
@@ -24,10 +26,11 @@ from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.templates import read_template, template_file, use_template
 from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.data.tokenizer import strip_eos, train_tokenizer
+from async_rlhf.data.tokenizer import begun, train_tokenizer
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import longest_row
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import embed_added_tokens, new_language_model
@@ -53,14 +56,16 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     return run_stage(stage, partial(_read, config))
 
 
-def _read(config: SFTConfig, on_meta: bool) -> Task:
+def _read(config: SFTConfig, on_meta: bool, now: datetime) -> Task:
     rows, heldout, short = divided(config, *load_stage_rows(config))
     model, tokenizer = _start(config, rows, on_meta)
     longest = longest_row(model, config.max_length)
-    examples, dropped = encode_rows(rows, tokenizer, config.completion_only, longest, "train")
+    chat = ChatTemplate(tokenizer, config.chat, now)
+    encode = partial(encode_rows, completion_only=config.completion_only, longest=longest, last=config.learn == "last")
+    examples, dropped = encode(rows, chat, key="train")
     held: Sequence[EncodedRow] = []
     if heldout is not None:
-        held = encode_rows(heldout, tokenizer, config.completion_only, longest, "eval")[0]
+        held = encode(heldout, chat, key="eval")[0]
     if config.lora.rank > 0:
         add_adapters(model, config.lora, config.seed)
 
@@ -111,47 +116,54 @@ def divided(config: StageConfig, rows: Rows, heldout: Rows | None) -> tuple[Rows
 
 def encode_rows(
     rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatTemplate,
     completion_only: bool,
     longest: int,
     key: str,
     may_be_cut: bool = False,
+    last: bool = True,
 ) -> tuple[Examples[EncodedRow], int]:
     """Rows as tokens, made when they are asked for, and how many were dropped for having more than ``longest``.
 
     Args:
         rows: see :meth:`~async_rlhf.data.formats.RowReader.demonstrations`.
-        tokenizer: its end-of-sequence token is added to every row.
-        completion_only: only the response is trained on.
+        chat: writes chats, and says which token ends an answer.
+        completion_only: only responses are trained on; of a chat, with ``last``, only the last one.
         longest: most tokens of a row.
         key: the configuration key that errors name.
         may_be_cut: a row whose `finish_reason` is "length" does not end, and a row may have a single token.
+        last: see ``completion_only``.
 
     Raises:
         ConfigError: a row is not a demonstration, or has no prompt to leave out, or every row is too long.
     """
-    reader, eos, least = RowReader(tokenizer, key), (tokenizer.eos_token_id,), 1 if may_be_cut else 2
+    tokenizer = chat.tokenizer
+    reader, least = RowReader(tokenizer, key, chat=chat), 1 if may_be_cut else 2
 
     def read(row: Mapping[str, Any], number: int) -> Part:
-        prompt, response = reader.demonstration(row, number)
+        prompt, response, learnt, end = reader.turns(row, number, last)
         ended = not may_be_cut or row.get("finish_reason") != "length"
-        return Part((prompt, strip_eos(tokenizer, response)), (prompt == "", ended))
+        return Part((begun(tokenizer, prompt), response, learnt), (prompt == "", ended, end))
 
-    encoded = encode_parts(tokenizer, rows, "rated rows" if may_be_cut else "demonstrations", read, key)
+    what = ("rated rows" if may_be_cut else "demonstrations") + chat.name + ("" if last else " with all answers")
+    encoded = encode_parts(tokenizer, rows, what, read, key)
     bare = np.flatnonzero(encoded.numbers[:, 0])
     if completion_only and len(bare) > 0:
         raise ConfigError(
             f"completion_only: got True, and row {bare[0] + 1} of {key} has no prompt (`query`, or `prompt` "
             "with `completion`, or `messages`); set completion_only false to train on whole texts, or prompt_words"
         )
-    prompts, responses = encoded.tokens
-    ended = encoded.numbers[:, 1].astype(np.int8)
+    prompts, responses, marks = encoded.tokens
+    ended, ends = encoded.numbers[:, 1].astype(np.int8), encoded.numbers[:, 2].astype(np.int32)
     forget(encoded.numbers)
+    if completion_only and (several := int(np.count_nonzero(marks.lengths()))):
+        logger.info("%s: %d of %d chats have several answers; all of them are trained on", key, several, len(ended))
     lengths = prompts.lengths() + responses.lengths() + ended
 
     def example(number: int) -> EncodedRow:
-        prompt = prompts[number]
-        return EncodedRow(prompt + responses[number] + eos * int(ended[number]), len(prompt) if completion_only else 0)
+        prompt, end, learnt = prompts[number], (int(ends[number]),) * int(ended[number]), marks[number]
+        learnt = learnt + (1,) * len(end) if learnt and completion_only else ()
+        return EncodedRow(prompt + responses[number] + end, len(prompt) if completion_only else 0, learnt)
 
     kept = Examples.of(example, lengths, (lengths >= least) & (lengths <= longest))
     dropped = len(lengths) - len(kept)
@@ -181,15 +193,18 @@ def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedMode
         if template is not None:
             use_template(tokenizer, template)
     else:
-        tokenizer = _trained_tokenizer(size, rows, template)
+        tokenizer = _trained_tokenizer(size, rows, template, config.chat)
     return new_language_model(size, tokenizer, config.seed), tokenizer
 
 
-def _trained_tokenizer(size: NewModelConfig, rows: Rows, template: str | None) -> PreTrainedTokenizerBase:
+def _trained_tokenizer(
+    size: NewModelConfig, rows: Rows, template: str | None, chat: ChatConfig
+) -> PreTrainedTokenizerBase:
     """A tokenizer that is trained on the rows, written by the template if they are chats."""
     blank = train_tokenizer([], 300, size.max_positions)  # bytes alone: it writes chats as the trained one will
     special = [] if template is None else use_template(blank, template)
-    texts = (prompt + response for prompt, response in RowReader(blank, "train").demonstrations(rows))
+    reader = RowReader(blank, "train", chat=ChatTemplate(blank, chat))
+    texts = (prompt + response for prompt, response in reader.demonstrations(rows))
     tokenizer = train_tokenizer(texts, size.vocab_size, size.max_positions, special)
     if template is not None:
         use_template(tokenizer, template)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -220,14 +221,14 @@ def _numbers(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, (int, float))}
 
 
-def run_stage(stage: Stage, read: Callable[[bool], Task]) -> dict[str, Any]:
+def run_stage(stage: Stage, read: Callable[[bool, datetime], Task]) -> dict[str, Any]:
     """Train, and write the model with its tokenizer, the marker and the logs into the stage's folder: whole or not at
     all. With several ranks, all must call it.
 
     Args:
         stage: of a :class:`StageConfig`.
-        read: reads data and models; called by rank 0 first. It is told whether each rank will read its share of the
-            weights, once the model is sharded.
+        read: reads data and models; called by rank 0 first. It is given whether each rank will read its share of the
+            weights, once the model is sharded, and the time that chat templates see.
 
     Returns:
         The results, those of before if the stage is done already.
@@ -246,16 +247,20 @@ def run_stage(stage: Stage, read: Callable[[bool], Task]) -> dict[str, Any]:
     return results
 
 
-def _train(stage: Stage, ranks: Ranks, read: Callable[[bool], Task]) -> dict[str, Any]:
+def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -> dict[str, Any]:
     config, folder, anyway = stage.config, _unfinished(stage), stage.config.resume_anyway
     checkpoint = ranks.broadcast("checkpoint", lambda: _to_resume(stage, folder))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     compared = ranks.broadcast("what is compared", lambda: _compared(stage))
     if resumed is not None:
         require_same(resumed.config, compared, anyway)
-    task = lead_first(ranks, "reading", partial(read, reads_shares(config.parallel, config.in_bfloat16, ranks)))
+    before = None if resumed is None else resumed.values["seen"].get("started")
+    now = ranks.broadcast("the time", lambda: config.chat.time_of(before))
+    on_meta = reads_shares(config.parallel, config.in_bfloat16, ranks)
+    task = lead_first(ranks, "reading", partial(read, on_meta, now))
     run = _prepared(config, task, ranks, folder, checkpoint, resumed)
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
+    seen = {**seen, "started": now.isoformat()}
     with ExitStack() as stack:
         logs = {}
         if ranks.is_main:

@@ -6,6 +6,7 @@ In Python they are passed by name. ``--help`` lists them after a command's own k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, SUMS, Checked, Rule, above, at_least, at_most, key, require
@@ -61,8 +62,50 @@ class ModelCodeConfig(Checked):
     error."""
 
 
+_A_TIME = "must be a date or a time, such as 2026-11-27 or 2026-11-27T09:30"
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return bool(datetime.fromisoformat(text))
+    except ValueError:
+        return False
+
+
+_TIME = Rule(_is_time, _A_TIME)
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(ModelCodeConfig):
+class ChatConfig(Checked):
+    """How chats become text."""
+
+    system: str | None = key(None, Rule(bool, "must not be empty"))
+    """The system message of all chats that have none of their own."""
+    template_arguments: dict[str, Any] = key({})
+    """Variables of the chat template, such as {"enable_thinking": false}; a row's `chat_template_kwargs` come first."""
+    renderer: str | None = None
+    """Write chats as the package renderers does for a family of models, such as "qwen3.5" or "deepseek-v4", in place of
+    the tokenizer's chat template; needs ``pip install 'async-rlhf[renderers]'``."""
+    now: str | None = key(None, _TIME, may_change="a checkpoint has the time of its run")
+    """The time that templates see which write today's date; null for the start of the command, or of the run that is
+    resumed, replayed or explained."""
+
+    def time_of(self, started: str | None = None) -> datetime:
+        """The time that templates see, in a run that started then; None for one that starts now."""
+        given = self.now or started
+        return datetime.now() if given is None else datetime.fromisoformat(given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChattingConfig(ModelCodeConfig):
+    """Models that read chats."""
+
+    chat: ChatConfig = key(ChatConfig)
+    """How chats are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(ChattingConfig):
     """Training by the learner, online or supervised."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
@@ -110,7 +153,7 @@ class TrainingConfig(ModelCodeConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedWorkConfig(RepeatableConfig, ModelCodeConfig):
+class SharedWorkConfig(RepeatableConfig, ChattingConfig):
     """Work with models that are not trained, which ranks can share."""
 
     device: str | None = key(None, DEVICE, role="place")

@@ -166,6 +166,8 @@ class SFTConfig(StageConfig):
     added to the vocabulary, and the one that it writes after an answer becomes the end of sequence."""
     completion_only: bool = key(True, main="training")
     """Train on the response alone; false trains on prompts too."""
+    learn: Literal["all", "last"] = "all"
+    """Which of the assistant's answers in a chat are trained on, with their reasoning and calls."""
 
     def check(self) -> None:
         super().check()

@@ -1,6 +1,6 @@
 """The formats of rows: prompts, demonstrations, ratings and preference pairs, as plain text or as chats.
 
-The tokenizer's chat template turns a chat into text. Everything after this module works with text.
+The tokenizer's chat template turns a chat into text.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ import json
 import logging
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import code_of, kept_array
-from async_rlhf.data.loading import Rows, load_rows
-from async_rlhf.data.tokenizer import TEXT, split_text
+from async_rlhf.data.loading import Rows, check_columns, has_all, load_rows
+from async_rlhf.data.tokenizer import TEXT, Rendered, split_text, strip_end
 from async_rlhf.data.views import RowView, fingerprint_of
+from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat
 
 logger = logging.getLogger(__name__)
 
-Messages = Sequence[Mapping[str, Any]]
+MESSAGES = "prompt_messages"
+"""The column in which a command keeps the chat whose text it has written as the prompt."""
 
 
 class Demonstration(NamedTuple):
@@ -44,10 +46,16 @@ class Preference(NamedTuple):
     rejected: str
 
 
-def is_chat(value: Any) -> bool:
-    """Whether a column's value is a list of messages."""
-    messages = isinstance(value, (list, tuple)) and len(value) > 0
-    return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
+class Turns(NamedTuple):
+    """What a row teaches: the text after its prompt, of which only a part may be learnt."""
+
+    prompt: str
+    response: str | tuple[int, ...]
+    """The text after the prompt, without the token that ends it; tokens if there are several answers in it."""
+    learnt: tuple[int, ...]
+    """1 for each token of the response that an answer has, else 0; empty if that is all of them."""
+    end: int
+    """The token that ends the last answer."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,21 @@ class RowReader:
         tokenizer: its chat template turns chats into text; None if there are no chats.
         key: the configuration key that errors name.
         tools: schemas of functions that the template tells the model about.
+        chat: how chats are written; None for the tokenizer's template.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     key: str
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Schemas = ()
+    chat: ChatTemplate | None = None
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Writes the chats of all rows."""
+        assert self.tokenizer is not None
+        template = self.chat or ChatTemplate(self.tokenizer)
+        setting = template.setting
+        return template.with_setting(replace(setting, tools=[*setting.tools, *self.tools]))
 
     def demonstrations(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Demonstration]:
         """Prompts with the answer to learn, one after the other: from `query_reference_response` (with `query`, its
@@ -82,100 +100,153 @@ class RowReader:
         """
         return (self.preference(row, n) for n, row in enumerate(rows, start=1))
 
-    def prompt(self, value: Any, place: str) -> str:
+    def prompt(self, value: Any, place: str, row: Mapping[str, Any] | None = None) -> str:
         """A prompt as text; of a chat, everything before the assistant's last answer.
+
+        Args:
+            value: the text or the chat.
+            place: what errors name.
+            row: may have `tools` and `chat_template_kwargs`.
 
         Raises:
             ConfigError: it is neither text nor a chat; the error names the place.
         """
-        if is_chat(value):
-            return self._template(_without_answer(value, place), place)
-        return _text(value, place)
+        messages = self.messages(value, place)
+        return _text(value, place) if messages is None else self._prompt(messages, place, row or {})
 
-    def chat(self, value: Any, place: str) -> Messages | None:
+    def messages(self, value: Any, place: str) -> list[Message] | None:
         """The messages that :meth:`prompt` spells; None of a text."""
-        return _without_answer(value, place) if is_chat(value) else None
+        return as_messages(_without_answer(value, place), place) if is_chat(value) else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
-        place = f"{self.key}: row {number}"
-        prompt, response, column = demonstration_parts(row, place)
-        return Demonstration(*self._prompted(prompt, response, f"{place}: `{column}`"))
+        prompt, answers, column = self._parts(row, number)
+        place = f"{self.key}: row {number}: `{column}`"
+        if isinstance(answers, str):
+            return Demonstration(cast(str, prompt), answers)
+        chat, answer = [*prompt, *answers[:-1]], answers[-1]
+        return Demonstration(self._prompt(chat, place, row), self._answer(chat, answer, place, row))
+
+    def turns(self, row: Mapping[str, Any], number: int, last: bool) -> Turns:
+        """The same with all answers of a chat; ``last`` for the last alone."""
+        prompt, answers, column = self._parts(row, number)
+        place = f"{self.key}: row {number}: `{column}`"
+        if isinstance(answers, str):
+            return Turns(cast(str, prompt), strip_end(self.template, answers), (), self.template.end)
+        template = self._written_by(row, place)
+        chat = [*prompt, *answers]
+        taught = [n for n, each in enumerate(chat) if n >= len(prompt) and each["role"] == "assistant"]
+        taught = taught[-1:] if last else taught
+        if column == "messages" and not last:
+            taught = [n for n, each in enumerate(chat) if each["role"] == "assistant" and n > 0]
+        first, end = self._prompt(chat[: taught[0]], place, row), template.end
+        texts: list[str] = []
+        for here, following in zip_longest(taught, taught[1:]):
+            texts.append(self._answer(chat[:here], chat[here], place, row))
+            end = template.end_of_calls if chat[here].get("tool_calls") else template.end
+            if following is not None:
+                between = chat[here + 1 : following]
+                if not between:
+                    raise ConfigError(f"{place} has two answers of the assistant in a row; must have a message between")
+                texts += [self._said(place, template.between, between, end), str(end)]
+        if len(texts) == 1:
+            return Turns(first, texts[0], (), end)
+        return self._joined(first, texts, end)
+
+    def _joined(self, first: str, texts: Sequence[str], end: int) -> Turns:
+        """Answers with the messages and the ends between them."""
+        assert self.tokenizer is not None
+        tokens: list[int] = []
+        learnt: list[int] = []
+        for place, text in enumerate(texts):
+            kind = place % 3  # an answer; the messages after it; the token that ended it
+            if kind == 2:
+                continue
+            if kind == 1:
+                tokens, learnt = [*tokens, int(texts[place + 1])], [*learnt, 1]
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens, learnt = [*tokens, *ids], [*learnt, *[int(kind == 0)] * len(ids)]
+        return Turns(first, tuple(tokens), tuple(learnt), end)
 
     def preference(self, row: Mapping[str, Any], number: int) -> Preference:
         """See :meth:`preferences`; rows count from 1."""
         place = f"{self.key}: row {number}"
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
-                raise ConfigError(f"{place} has no {column!r}; it has {', '.join(map(repr, row))}")
+                found = "has null as" if column in row else "has no"
+                raise ConfigError(f"{place} {found} {column!r}; it has {', '.join(map(repr, row))}")
         chosen, rejected, given = row["chosen"], row["rejected"], row.get("prompt")
         # Data sets such as UltraFeedback repeat the prompt besides two whole chats.
         once_more = (
             is_chat(chosen) and is_chat(rejected) and (isinstance(given, str) or _begin_with(given, chosen, rejected))
         )
         if given is not None and not once_more:
-            prompt, first = self._prompted(given, chosen, f"{place}: `chosen`")
-            return Preference(prompt, first, self._prompted(given, rejected, f"{place}: `rejected`")[1])
+            prompt, first = self._prompted(given, chosen, f"{place}: `chosen`", row)
+            return Preference(prompt, first, self._prompted(given, rejected, f"{place}: `rejected`", row)[1])
         if isinstance(chosen, str) and isinstance(rejected, str):
             return Preference("", *(_text(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")))
-        sides = [_chat(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")]
-        starts = [_without_answer(side, place) for side in sides]
-        if list(starts[0]) != list(starts[1]):
+        sides = [as_messages(_chat(row[side], f"{place}: `{side}`"), place) for side in ("chosen", "rejected")]
+        starts = [side[:-1] for side in sides]
+        if starts[0] != starts[1]:
             raise ConfigError(f"{place}: `chosen` and `rejected` must be the same chat but for the last answer")
-        prompt, first = self._answered(starts[0], sides[0], f"{place}: `chosen`")
-        return Preference(prompt, first, self._answered(starts[1], sides[1], f"{place}: `rejected`")[1])
+        texts = [
+            self._answer(starts[0], side[-1], f"{place}: `{name}`", row)
+            for side, name in zip(sides, ("chosen", "rejected"), strict=True)
+        ]
+        return Preference(self._prompt(starts[0], place, row), texts[0], texts[1])
 
-    def _prompted(self, prompt: Any, response: Any, place: str) -> tuple[str, str]:
-        """A prompt and its response, both text or both chats."""
+    def _parts(self, row: Mapping[str, Any], number: int) -> tuple[str | list[Message], str | list[Message], str]:
+        """The prompt and what follows it, both as text or both as messages, and the column that this is in."""
+        place = f"{self.key}: row {number}"
+        prompt, answer, column = demonstration_parts(row, place)
+        return *self._alike(prompt, answer, f"{place}: `{column}`", row), column
+
+    def _alike(
+        self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]
+    ) -> tuple[str | list[Message], str | list[Message]]:
+        """A prompt and its response, both as text or both as messages."""
         if is_chat(prompt):
             answer = response if is_chat(response) else [{"role": "assistant", "content": _text(response, place)}]
-            if [message["role"] for message in answer] != ["assistant"]:
+            if answer[-1]["role"] != "assistant":
                 raise ConfigError(f"{place} is {response!r:.80}; must be one message, the assistant's, or its text")
-            return self._answered(prompt, [*prompt, *answer], place)
+            return as_messages(prompt, place), as_messages(answer, place)
         if is_chat(response):
             raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
-        return _text(prompt, f"{place.partition(': `')[0]}: `prompt`"), _text(response, place)
+        text = _text(prompt, f"{place.partition(': `')[0]}: `prompt`")
+        return (Rendered(text) if row.get(MESSAGES) is not None else text), _text(response, place)
 
-    def _answered(self, prompt: Messages, chat: Messages, place: str) -> tuple[str, str]:
-        """The text of a prompt, and the text that the template adds for the answer, up to the end of sequence."""
-        start, whole = self._template(prompt, place), self._template(chat, place, answered=True)
-        assert self.tokenizer is not None
-        if not whole.startswith(start):
-            raise ConfigError(
-                f"{place}: the chat template writes a chat with its answer otherwise than without; must be one whose "
-                "prompts (add_generation_prompt) are the start of the whole"
-            )
-        rest, answer = whole[len(start) :], str(chat[-1]["content"]).strip()
-        before, found, after = rest.rpartition(answer) if answer else ("", "", rest)
-        if not found:  # it is empty, or the template changes its text
-            before, after = "", rest
-        # The end of sequence that the template writes, not one within the answer's text.
-        ended, eos, _ = after.partition(self.tokenizer.eos_token)
-        return start, before + found + (ended if eos else after)
+    def _prompted(self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]) -> tuple[str, str]:
+        """The texts of a prompt and its one answer."""
+        before, answer = self._alike(prompt, response, place, row)
+        if isinstance(before, str) or isinstance(answer, str):
+            return cast(str, before), cast(str, answer)
+        if len(answer) != 1:
+            raise ConfigError(f"{place} is {response!r:.80}; must be one message, the assistant's, or its text")
+        return self._prompt(before, place, row), self._answer(before, answer[0], place, row)
 
-    def _template(self, chat: Messages, place: str, answered: bool = False) -> str:
-        if self.tokenizer is None or self.tokenizer.chat_template is None:
+    def _prompt(self, messages: Sequence[Message], place: str, row: Mapping[str, Any]) -> Rendered:
+        return Rendered(self._said(place, self._written_by(row, place).prompt, messages))
+
+    def _answer(self, messages: Sequence[Message], answer: Message, place: str, row: Mapping[str, Any]) -> str:
+        return self._said(place, self._written_by(row, place).answer, messages, answer)
+
+    def _written_by(self, row: Mapping[str, Any], place: str) -> ChatTemplate:
+        if self.tokenizer is None or not self.template.exists:
             raise ConfigError(
                 f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text "
                 "(sft adds one: chat_template)"
             )
-        for number, message in enumerate(chat, start=1):
-            if message.get("content") is None and not message.get("tool_calls"):
-                raise ConfigError(f"{place}: message {number} ({message['role']}) has no content; must have text")
+        return self.template.of_row(row, place)
+
+    @staticmethod
+    def _said(place: str, write: Callable[..., str], *what: Any) -> str:
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in chat],
-                    tools=list(self.tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=not answered,
-                )
-            )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{place}: the chat template cannot write it: {error}") from error
+            return write(*what)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
 
 
-def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[str | Messages, str | Messages, str]:
+def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[Any, Any, str]:
     """Prompt and response of a row as they are there, each text or messages, and the column that the response is in.
 
     See :meth:`RowReader.demonstrations`. The prompt is "" if there is none.
@@ -207,6 +278,8 @@ def identity(row: Mapping[str, Any], place: str) -> str:
     Raises:
         ConfigError: the row is none of these.
     """
+    if row.get(MESSAGES) is not None:
+        return prompt_identity(row[MESSAGES], place)
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return prompt_identity(row["chosen"] if row.get("prompt") in (None, "") else row["prompt"], place)
     prompt, response, _ = demonstration_parts(row, place)
@@ -221,9 +294,15 @@ def prompt_identity(value: Any, place: str) -> str:
     """
     if not is_chat(value):
         return _text(value, place)
-    chat = _without_answer(value, place)
-    one = chat[0].get("content") if len(chat) == 1 else None
-    return one if isinstance(one, str) else json.dumps([[m["role"], m.get("content")] for m in chat], default=str)
+    chat = as_messages(_without_answer(value, place), place)
+    if len(chat) == 1:
+        return str(chat[0]["content"])
+    return json.dumps([[message["role"], message["content"]] for message in chat])
+
+
+def prompt_of(row: Mapping[str, Any], field: str) -> Any:
+    """The prompt of a row: its column of that name, or `prompt` where there is no `query`."""
+    return row["prompt"] if field == "query" and "query" not in row and "prompt" in row else row.get(field)
 
 
 def first_words(rows: Rows, words: int, key: str) -> Rows:
@@ -300,7 +379,16 @@ def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int |
     """
     if prompt_words is not None:
         return first_words(load_rows(source, split, key=key), prompt_words, key)
-    return load_rows(source, split, columns=[prompt_field], key=key)
+    rows = load_rows(source, split, key=key)
+    check_prompts(rows, prompt_field, key, source)
+    return rows
+
+
+def check_prompts(rows: Rows, field: str, key: str, source: str = "the data set") -> None:
+    """Require a prompt in every row; see :func:`prompt_of`."""
+    if not has_all(rows, field):  # known without reading a row
+        is_prompt = field == "query" and "query" not in rows[0] and "prompt" in rows[0]
+        check_columns(rows, ["prompt" if is_prompt else field], key, source)
 
 
 def _text(value: Any, place: str) -> str:
@@ -317,7 +405,7 @@ def _text(value: Any, place: str) -> str:
     return value
 
 
-def _chat(value: Any, place: str) -> Messages:
+def _chat(value: Any, place: str) -> Sequence[Mapping[str, Any]]:
     if not is_chat(value) or len(value) < 2 or value[-1]["role"] != "assistant":
         raise ConfigError(
             f"{place} is {value!r:.80}; must be a chat: messages with role and content, the assistant's answer last"
@@ -325,14 +413,14 @@ def _chat(value: Any, place: str) -> Messages:
     return value
 
 
-def _begin_with(prompt: Any, *sides: Messages) -> bool:
+def _begin_with(prompt: Any, *sides: Any) -> bool:
     """Whether all sides are chats that begin with the messages of the prompt."""
     return is_chat(prompt) and all(
         len(side) > len(prompt) and list(side[: len(prompt)]) == list(prompt) for side in sides
     )
 
 
-def _without_answer(chat: Messages, place: str) -> Messages:
+def _without_answer(chat: Any, place: str) -> Sequence[Mapping[str, Any]]:
     """Everything before the assistant's last answer, if the chat ends with one."""
     rest = chat[:-1] if chat and chat[-1]["role"] == "assistant" else chat
     if not rest:

@@ -10,7 +10,7 @@ import xxhash
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import code_of, kept_array
-from async_rlhf.data.formats import identity, prompt_identity
+from async_rlhf.data.formats import MESSAGES, identity, prompt_identity, prompt_of
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.views import fingerprint_of
 
@@ -34,10 +34,13 @@ def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = N
     def identities() -> Iterator[str]:
         for number, row in enumerate(rows, start=1):
             place = f"{key}: row {number}"
-            yield identity(row, place) if prompt_field is None else prompt_identity(row[prompt_field], place)
+            if prompt_field is None:
+                yield identity(row, place)
+            else:
+                yield prompt_identity(row.get(MESSAGES) or prompt_of(row, prompt_field), place)
 
     of = fingerprint_of(rows)
-    name = None if of is None else f"{of} {prompt_field} {code_of('formats.py', 'tokenizer.py', 'held_out.py')}"
+    name = None if of is None else f"{of} {prompt_field} {code_of('formats.py', '../models/chats.py', 'held_out.py')}"
     hashes = kept_array("identities", name, np.uint64, lambda: np.fromiter(map(_hash, identities()), np.uint64))
     held = _lowest(hashes, fraction, key)
     return _take(rows, np.flatnonzero(~held)), _take(rows, np.flatnonzero(held))

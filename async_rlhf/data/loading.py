@@ -69,7 +69,7 @@ def _find(source: str, split: str, key: str) -> Path:
 
 def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
     """Require the given columns in every row, with a value."""
-    columns = [column for column in columns if not _has_all(rows, column)]
+    columns = [column for column in columns if not has_all(rows, column)]
     for number, row in enumerate(rows if columns else ()):
         for column in columns:
             if row.get(column) is None:
@@ -77,7 +77,7 @@ def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "t
                 raise ConfigError(f"{key}: row {number + 1} of {source!r} {found}; it has {', '.join(map(repr, row))}")
 
 
-def _has_all(rows: Rows, column: str) -> bool:
+def has_all(rows: Rows, column: str) -> bool:
     """Whether it is known without reading the rows that all have a value in a column."""
     if isinstance(rows, RowView):
         return rows.has_all(column)

@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
-from async_rlhf.data.formats import RowReader
-from async_rlhf.data.loading import Rows, check_columns
+from async_rlhf.data.formats import RowReader, check_prompts, prompt_of
+from async_rlhf.data.loading import Rows
 from async_rlhf.data.token_cache import Part, encode_parts
+from async_rlhf.data.tokenizer import begun
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.models.chats import ChatTemplate, Message, Schemas
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class PromptStream:
         shuffle: False keeps the order of the rows.
         key: name of the data set in errors.
         tools: schemas of functions that the chat template tells the policy about.
+        chat: how chats are written; None for the tokenizer's template.
 
     Raises:
         ConfigError: a row has no prompt, or none is left.
@@ -75,17 +78,19 @@ class PromptStream:
         seed: int = 0,
         shuffle: bool = True,
         key: str = "train_dataset",
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Schemas = (),
+        chat: ChatTemplate | None = None,
     ) -> None:
         if not hasattr(rows, "__len__") or isinstance(rows, Mapping):
             raise ConfigError(f"{key}: got a {type(rows).__name__}; must be a list of rows, or one split of a data set")
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
-        check_columns(rows, [prompt_field], key)
-        reader = RowReader(tokenizer, key, tools)
+        check_prompts(rows, prompt_field, key)
+        reader = RowReader(tokenizer, key, tools, chat)
 
         def read(row: Mapping[str, Any], number: int) -> Part:
-            return Part((reader.prompt(row[prompt_field], f"{key}: {prompt_field!r} of row {number}"),))
+            place = f"{key}: {prompt_field!r} of row {number}"
+            return Part((begun(tokenizer, reader.prompt(prompt_of(row, prompt_field), place, row)),))
 
         self.rows = rows
         self.seed = seed
@@ -93,7 +98,7 @@ class PromptStream:
         self._reader = reader
         self._field = prompt_field
         self._longest = max_length
-        what = f"prompts in {prompt_field!r}{f' with {_COLUMNS.encode(tools)}' if tools else ''}"
+        what = f"prompts in {prompt_field!r}{reader.template.name}"
         self._encoded = encode_parts(tokenizer, rows, what, read, key)
         (self._tokens,) = self._encoded.tokens
         lengths = self._tokens.lengths()
@@ -145,10 +150,7 @@ class PromptStream:
         """One of the prompts of an epoch, which are numbered from 0 in the order of the rows, as what a draw gives."""
         row = int(self._kept[number])
         columns: dict[str, Any] = dict(self.rows[row])
-        place = f"{self._field!r} of row {row + 1}"
-        messages = self._reader.chat(columns[self._field], place)
-        if messages is not None:  # readers of the columns see the text that the policy sees
-            columns[self._field] = self._reader.prompt(columns[self._field], place)
+        messages = with_prompt_text(columns, self._field, self._reader, f"{self._field!r} of row {row + 1}")
         return Prompt(draw, row, self._tokens[row], columns, messages)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
@@ -160,6 +162,15 @@ class PromptStream:
             return np.arange(len(self), dtype=_index_type(len(self)))
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
         return order.astype(_index_type(len(self)))
+
+
+def with_prompt_text(columns: dict[str, Any], field: str, reader: RowReader, place: str) -> list[Message] | None:
+    """Have a row's column ``field`` hold the text that the policy reads, and return its messages if it is a chat."""
+    value = prompt_of(columns, field)
+    if field not in columns:
+        del columns["prompt"]
+    columns[field] = reader.prompt(value, place, columns)
+    return reader.messages(value, place)
 
 
 def _index_type(count: int) -> type[np.signedinteger[Any]]:

@@ -34,8 +34,8 @@ fifty times its memory."""
 class Part(NamedTuple):
     """What is kept of a row."""
 
-    texts: tuple[str, ...]
-    """Each is tokenised alone."""
+    texts: tuple[str | tuple[int, ...], ...]
+    """Each is tokenised alone; tokens are taken as they are."""
     numbers: tuple[float, ...] = ()
     """Whatever else is to be known of the row."""
 
@@ -110,10 +110,12 @@ def encode_parts(
         label: the rows' name on the progress bar.
     """
     of = fingerprint_of(rows)
-    # A template that writes the date writes other text tomorrow.
+    # A template that writes the time writes another text in the next run.
     if of is None or "strftime_now" in str(tokenizer.chat_template):
         return replace(_encode(tokenizer, [read(row, n) for n, row in enumerate(rows, 1)], label), key=None)
-    code = cache.code_of("formats.py", "tokenizer.py", "token_cache.py", read.__code__.co_filename)
+    code = cache.code_of(
+        "formats.py", "../models/chats.py", "tokenizer.py", "token_cache.py", read.__code__.co_filename
+    )
     name = f"{of} {what} {code} {_state(tokenizer)}"
     return _kept(tokenizer, name, lambda: (read(row, n) for n, row in enumerate(rows, 1)), len(rows), label)
 
@@ -130,7 +132,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Part], label: st
     digest = xxhash.xxh3_128()
     for part in parts:
         for text in part.texts:
-            raw = text.encode()
+            raw = text.encode() if isinstance(text, str) else np.array(text, np.int32).tobytes()
             digest.update(len(raw).to_bytes(8, "little"))
             digest.update(raw)
         digest.update(np.array(part.numbers).tobytes())
@@ -225,8 +227,10 @@ def _append(path: Path, values: np.ndarray) -> None:
         file.write(values.tobytes())
 
 
-def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | tuple[int, ...]]) -> list[Sequence[int]]:
+    spelt = [text for text in texts if isinstance(text, str)]
+    read = iter(tokenizer(spelt, add_special_tokens=False, return_attention_mask=False)["input_ids"] if spelt else ())
+    return [next(read) if isinstance(text, str) else text for text in texts]
 
 
 def _state(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,7 +1,8 @@
 """Text to tokens: the tokenizer of a new model, and how prompts and responses are encoded everywhere.
 
-A prompt and its response are always encoded separately, without special tokens: at sampling time the response follows
-a prompt that was encoded alone, so training must have the same boundary.
+A prompt and its response are always encoded separately: at sampling time the response follows a prompt that was encoded
+alone, so training must have the same boundary. A prompt of plain text begins as the tokenizer begins a text (BOS), a
+chat as its template writes it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.types import Sample
 
 EOS = "<|endoftext|>"
@@ -68,24 +70,52 @@ def train_tokenizer(
     )
 
 
+class Rendered(str):
+    """A chat as its template writes it. Nothing is to be put before it."""
+
+    __slots__ = ()
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
+    """Token ids of each text, which begins as the tokenizer begins a text unless it is :class:`Rendered`."""
+    return encode_texts(tokenizer, [begun(tokenizer, text) for text in texts])
+
+
+def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text with what the tokenizer puts before a text (BOS), where it puts something."""
+    if isinstance(text, Rendered):
+        return text
+    start = _start(tokenizer)
+    return text if text.startswith(start) else start + text
+
+
+def _start(tokenizer: PreTrainedTokenizerBase) -> str:
+    bare, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    place = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    return tokenizer.decode(whole[:place]) if place else ""
+
+
 def encode_responses(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ended: Sequence[bool] | None = None
+    template: ChatTemplate, texts: Sequence[str], ended: Sequence[bool] | None = None
 ) -> list[tuple[int, ...]]:
-    """Token ids of each text plus one end-of-sequence token, whether or not the text already ends with its spelling.
+    """Token ids of each text plus one token that ends it, whether or not the text already ends with its spelling.
 
     Args:
-        tokenizer: with an end-of-sequence token.
+        template: says what ends an answer.
         texts: the responses.
-        ended: whether each ended by itself; one that was cut off gets no end-of-sequence token. None: all ended.
+        ended: whether each ended by itself; one that was cut off gets no such token. None: all ended.
     """
-    bare = encode_texts(tokenizer, [strip_eos(tokenizer, text) for text in texts])
+    bare = encode_texts(template.tokenizer, [strip_end(template, text) for text in texts])
     flags = [True] * len(bare) if ended is None else ended
-    return [ids + (tokenizer.eos_token_id,) * flag for ids, flag in zip(bare, flags, strict=True)]
+    return [ids + (template.end,) * flag for ids, flag in zip(bare, flags, strict=True)]
 
 
-def strip_eos(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text without an end-of-sequence token spelt at its end."""
-    return text.removesuffix(tokenizer.eos_token)
+def strip_end(template: ChatTemplate, text: str) -> str:
+    """The text without a token spelt at its end that ends an answer."""
+    for spelt in template.spelt_ends:
+        if text.endswith(spelt):
+            return text.removesuffix(spelt)
+    return text
 
 
 def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:

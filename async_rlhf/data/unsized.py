@@ -14,7 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import digest_of
-from async_rlhf.data.formats import RowReader
+from async_rlhf.data.formats import RowReader, prompt_of
+from async_rlhf.data.stream import with_prompt_text
+from async_rlhf.data.tokenizer import encode_prompts
+from async_rlhf.models.chats import ChatTemplate, Schemas
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class UnsizedPrompts:
         max_length: the same.
         key: the same.
         tools: the same.
+        chat: the same.
 
     Raises:
         ConfigError: the first prompt cannot be read; later, another one, or the rows of an iterator have ended.
@@ -58,9 +62,10 @@ class UnsizedPrompts:
         prompt_field: str = "query",
         max_length: int = 512,
         key: str = "train_dataset",
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Schemas = (),
+        chat: ChatTemplate | None = None,
     ) -> None:
-        self._rows, self._tokenizer, self._reader = rows, tokenizer, RowReader(tokenizer, key, tools)
+        self._rows, self._tokenizer, self._reader = rows, tokenizer, RowReader(tokenizer, key, tools, chat)
         self._window, self._field, self._longest, self._key = window, prompt_field, max_length, key
         self._recent: dict[int, Prompt] = {}
         self._next = 0
@@ -121,13 +126,13 @@ class UnsizedPrompts:
                 )
 
     def _prompt(self, draw: int, row: int, columns: dict[str, Any]) -> Prompt:
-        value, place = columns.get(self._field), f"{self._key}: {self._field!r} of row {row + 1}"
+        value, place = prompt_of(columns, self._field), f"{self._key}: {self._field!r} of row {row + 1}"
         if value is None:
             right = f"must have a prompt there (prompt_field); it has {', '.join(map(repr, columns))}"
             raise ConfigError(f"{place} is {'null' if self._field in columns else 'missing'}; {right}")
-        columns[self._field] = text = self._reader.prompt(value, place)
-        tokens = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return Prompt(draw, row, tokens, columns, self._reader.chat(value, place))
+        messages = with_prompt_text(columns, self._field, self._reader, place)
+        (tokens,) = encode_prompts(self._tokenizer, [columns[self._field]])
+        return Prompt(draw, row, tokens, columns, messages)
 
     def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every row with its number in its epoch, from 0."""

@@ -26,6 +26,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
@@ -422,8 +423,10 @@ def tokenizer_for(
 def stop_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str] = (), ids: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Ids that end a completion: the tokenizer's and the model's end of sequence, and the given single tokens."""
-    stops, vocabulary = {tokenizer.eos_token_id, *ids}, model.get_input_embeddings().num_embeddings
+    """Ids that end a completion: those with which the tokenizer's chats and texts end, the model's end of sequence, and
+    the given single tokens.
+    """
+    stops, vocabulary = {*ChatTemplate(tokenizer).ends, *ids}, model.get_input_embeddings().num_embeddings
     right = f"must be below {vocabulary}, the tokens of the model"
     require(max(ids, default=0) < vocabulary, "generation.stop_token_ids", list(ids), right)
     generation_config = getattr(model, "generation_config", None)

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
+from async_rlhf.data.rendering import Renderer
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import PassMemory, fitting_tokens, passes_alone
+from async_rlhf.models.chats import ChatTemplate, Message
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
@@ -37,7 +39,7 @@ from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
-from async_rlhf.types import Batch, Group, Sample, ScoredBatch
+from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
 
 
 class _Judged(NamedTuple):
@@ -71,6 +73,7 @@ class Scorer:
         prompt_field: the column that holds the prompt's text; it is not passed on as a column.
         parallel: how the ranks share the reward model's work, and possibly its weights.
         context: the ranks that share its rows.
+        chat: writes the policy's chats; None for the tokenizer's template.
 
     Raises:
         ConfigError: there are not as many ``reward_weights`` as functions, or a function's state does not fit a file.
@@ -88,7 +91,10 @@ class Scorer:
         prompt_field: str = "query",
         parallel: Parallel = ALONE,
         context: ContextGroup = WHOLE,
+        chat: ChatTemplate | None = None,
     ) -> None:
+        self._chat = chat or ChatTemplate(tokenizer)
+        self._renderer = Renderer(tokenizer, (), self._chat)
         self.parallel, self.ranks, self._context = parallel, parallel.ranks, context
         self.tokenizer, self.config, self.reward_model = tokenizer, config, reward_model
         self._device = None if reward_model is None else parallel.device_of(reward_model)
@@ -225,13 +231,30 @@ class Scorer:
         prompts = [group.prompt for group in groups for _ in group.samples]
         names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        columns |= self._messages(prompts, samples)
         if self.config.generation.max_turns is not None:
-            columns["messages"] = [list(sample.messages or ()) for sample in samples]
             columns["metrics"] = [dict(sample.metrics) for sample in samples]
         texts = [str(prompt.columns[self.prompt_field]) for prompt in prompts]
         completions, each = decode_samples(self.tokenizer, samples), len(groups[0].samples)
         by_functions = self._call_functions(texts, completions, columns, each)
         return _Judged(by_model_R, by_functions, time.monotonic() - started)
+
+    def _messages(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, list[Any]]:
+        """Prompts and completions as messages, for functions; nothing where neither chats nor episodes are."""
+        if all(prompt.messages is None for prompt in prompts) and all(sample.messages is None for sample in samples):
+            return {}
+        asked = [None if prompt.messages is None else [*map(dict, prompt.messages)] for prompt in prompts]
+        said = [
+            list(sample.messages) if sample.messages is not None else [self._message(prompt, sample)]
+            for prompt, sample in zip(prompts, samples, strict=True)
+        ]
+        return {"messages": asked, "completion_messages": said}
+
+    def _message(self, prompt: Prompt, sample: Sample) -> Message:
+        """What the policy said, in an answer without an episode."""
+        drawn, end = sample.drawn.tolist(), sample.finish_reason == "stop"
+        renderer = self._renderer.of_row(prompt.columns, f"row {prompt.row + 1}")
+        return renderer.message(drawn[:-1] if end else drawn, prompt.tokens)
 
     @contextmanager
     def started(self, trace: Trace | None = None, first: int = 1) -> Iterator[None]:
@@ -281,8 +304,15 @@ class Scorer:
 
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
         """float64, as the model gave them; on rank 0."""
-        rows = [sample.tokens[max(sample.starts, default=0) :] for sample in samples]  # the last conversation
+        rows = [self._read_by_model(sample) for sample in samples]
         return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
+
+    def _read_by_model(self, sample: Sample) -> np.ndarray:
+        """Tokens of the last conversation, which for a reward model always ends with the same token, if it ended."""
+        tokens = sample.tokens[max(sample.starts, default=0) :]
+        if sample.finish_reason == "stop" and tokens[-1] != self._chat.end:
+            tokens = np.append(tokens[:-1], np.int32(self._chat.end))
+        return tokens
 
     @cached_property
     def _passes(self) -> Passes:

@@ -38,6 +38,7 @@ from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
 from async_rlhf.models.budget import with_checkpointing
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions, config_of, length_key, with_prompt_cap
 from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
 from async_rlhf.models.gpu_defaults import with_gpu_defaults
@@ -144,6 +145,8 @@ class Run(Training):
     recorded: Mapping[int, tuple[int, ...]] | None
     """A schedule to repeat."""
     device: torch.device
+    chat: ChatTemplate
+    """Writes the chats of all prompts, with the time of the run's start."""
     scorer: Scorer
     engine: PolicyEngine
     """Samples from the learner's policy, for inline generation."""
@@ -260,13 +263,15 @@ def _build(
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
     # Data before models: mistakes in it show within seconds.
     recorded = ranks.broadcast("recorded schedule", lambda: _read_record(config))
-    prompts, eval_prompts = _read_prompts(config, inputs, tokenizer, ranks)
+    started = None if resumed is None else resumed.values.get("started")
+    chat = ChatTemplate(tokenizer, config.chat, ranks.broadcast("the time", lambda: config.chat.time_of(started)))
+    prompts, eval_prompts = _read_prompts(config, inputs, chat, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     require_optimizer(config, parallel, inputs.optimizers[0])
     right = f'must be "ddp" or "fsdp" to go on from {folder.checkpoint}, which is sharded'
     legible = parallel.takes_shards or resumed is None or not resumed.sharded
     require(legible, "parallel.strategy", config.parallel.strategy, right)
-    models = _load_models(config, algorithm, inputs, tokenizer, parallel, device)
+    models = _load_models(config, algorithm, inputs, chat, parallel, device)
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
     record = inputs.record or of_python(config, algorithm.name, inputs)  # as asked for
     frozen = _frozen(config, algorithm, models, device)
@@ -279,19 +284,10 @@ def _build(
     given = models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
     learner = Learner(*given, reference_apart=models.reference_apart)
     judges = models.reward, inputs.reward_funcs, inputs.prompt_field
-    scorer = make_scorer(config, tokenizer, *judges, parallel, models.reward_apart)
+    scorer = make_scorer(config, chat, *judges, parallel, models.reward_apart)
     temperature = config.eval_temperature or config.generation.temperature
     evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
     evaluating = replace(evaluating, routes=None)  # nothing is trained on these answers
-    fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
-    if models.params.episodes is not None:
-        fingerprints["environment"] = models.params.episodes.environment.name
-    if inputs.optimizers[0] is not None:
-        fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
-    if prompts.stream is not None:
-        fingerprints["train_dataset"] = prompts.stream.fingerprint()
-    if reward_checksum is not None:
-        fingerprints["reward_model"] = reward_checksum
     return Run(
         config=config,
         algorithm=algorithm,
@@ -305,14 +301,30 @@ def _build(
         recorded=recorded,
         device=device,
         learner=learner,
+        chat=chat,
         scorer=scorer,
         engine=PolicyEngine(config, models.policy, models.params, parallel),
         eval_prompts=eval_prompts,
         eval_params=evaluating,
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
         record=record,
-        fingerprints=fingerprints,
+        fingerprints=_fingerprints(inputs, models, learner, scorer, prompts)
+        | ({} if reward_checksum is None else {"reward_model": reward_checksum}),
     )
+
+
+def _fingerprints(
+    inputs: Inputs, models: _Models, learner: Learner, scorer: Scorer, prompts: SharedPrompts
+) -> dict[str, str]:
+    """Those of all inputs but the reward model, whose weights are shared out by now."""
+    found = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
+    if models.params.episodes is not None:
+        found["environment"] = models.params.episodes.environment.name
+    if inputs.optimizers[0] is not None:
+        found["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
+    if prompts.stream is not None:
+        found["train_dataset"] = prompts.stream.fingerprint()
+    return found
 
 
 def _callbacks(
@@ -350,11 +362,11 @@ def _read_record(config: OnlineConfig) -> dict[int, tuple[int, ...]] | None:
 
 
 def _read_prompts(
-    config: OnlineConfig, inputs: Inputs, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+    config: OnlineConfig, inputs: Inputs, chat: ChatTemplate, ranks: Ranks
 ) -> tuple[SharedPrompts, SharedPrompts | None]:
     """The training prompts and the held-out ones, if any. Rank 0 reads them."""
     what: dict[str, Any] = {"prompt_field": inputs.prompt_field, "max_length": config.prompt_cap}
-    what["tools"] = tools_of(inputs.world)
+    what |= {"tools": tools_of(inputs.world), "chat": chat}
 
     def training() -> Prompts:
         rows = inputs.train_dataset
@@ -362,8 +374,8 @@ def _read_prompts(
             right = "must be 0 with a train_dataset that has no length: any of its prompts may be the next"
             require(config.curriculum == 0, "curriculum", config.curriculum, right)
             # Restarted generators get their open requests again, of S + 1 batches at most.
-            return UnsizedPrompts(rows, tokenizer, window=(config.staleness + 2) * config.batch_size, **what)
-        stream = PromptStream(cast(Rows, rows), tokenizer, seed=config.seed, **what)
+            return UnsizedPrompts(rows, chat.tokenizer, window=(config.staleness + 2) * config.batch_size, **what)
+        stream = PromptStream(cast(Rows, rows), chat.tokenizer, seed=config.seed, **what)
         return Curriculum(stream, config.curriculum) if config.curriculum else stream
 
     train: Prompts | None = None
@@ -374,7 +386,7 @@ def _read_prompts(
         require(evaluable, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
         train = training()
         if rows is not None:
-            evaluated = PromptStream(rows, tokenizer, shuffle=False, key="eval_dataset", **what)
+            evaluated = PromptStream(rows, chat.tokenizer, shuffle=False, key="eval_dataset", **what)
     evaluates = ranks.broadcast("held-out prompts", lambda: evaluated is not None)
     return SharedPrompts(train, ranks), SharedPrompts(evaluated, ranks) if evaluates else None
 
@@ -398,10 +410,11 @@ def _load_models(
     config: OnlineConfig,
     algorithm: Algorithm,
     inputs: Inputs,
-    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatTemplate,
     parallel: Parallel,
     device: torch.device,
 ) -> _Models:
+    tokenizer = chat.tokenizer
     trust, ref_model = config.trust_remote_code, inputs.ref_model
     apart = {key: frozen_device(key, config, device) for key in ("reference_device", "reward_model_device")}
 
@@ -417,7 +430,7 @@ def _load_models(
     on_meta = _reads_shares(inputs, parallel)
     policy = _policy(config, inputs.model, device, on_meta)
     check_positions(policy, config.prompt_cap, config.generation.longest_episode, length_key(config.generation))
-    params = _sampling(config, policy, tokenizer, inputs)
+    params = _sampling(config, policy, chat, inputs)
     # The saved policy then stops at the same tokens as in training.
     policy.generation_config.eos_token_id = list(params.stop_token_ids)
     reward, named = None, config.reward_model_device
@@ -517,21 +530,21 @@ def _value(
     return value
 
 
-def _sampling(
-    config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: Inputs
-) -> SamplingParams:
+def _sampling(config: OnlineConfig, policy: PreTrainedModel, chat: ChatTemplate, inputs: Inputs) -> SamplingParams:
     generation = config.generation
     return SamplingParams(
         samples_per_prompt=config.samples_per_prompt,
         temperature=generation.temperature,
         response_length=generation.response_length,
-        stop_token_ids=stop_token_ids(policy, tokenizer, generation.stop_tokens, generation.stop_token_ids),
+        stop_token_ids=stop_token_ids(
+            policy, chat.tokenizer, generation.stop_tokens, [*generation.stop_token_ids, *chat.ends]
+        ),
         seed=config.seed,
         batch_size=generation.batch_size,
         top_p=generation.top_p,
         top_k=generation.top_k,
         seed_per_request=generation.seed_per_request,
-        episodes=episodes_of(config, inputs.world, tokenizer),
+        episodes=episodes_of(config, inputs.world, chat),
         routes=route_shape(policy.config) if config.router_replay else None,
     )
 

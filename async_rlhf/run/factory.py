@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.collectives import Ranks
@@ -22,6 +22,7 @@ from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_generator import ServerGenerator
 from async_rlhf.learner.launch import device_of_host
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.packing import choose, require_shared
@@ -82,7 +83,7 @@ def make_generator(
 
 def make_scorer(
     config: OnlineConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatTemplate,
     reward_model: PreTrainedModel | None,
     reward_funcs: Sequence[RewardFunction],
     prompt_field: str,
@@ -90,17 +91,17 @@ def make_scorer(
     apart: bool = False,
 ) -> Scorer:
     """Make the scorer; with several ranks, only rank 0 has actors, or a reward model that computes ``apart``."""
-    rest = reward_funcs, prompt_field, parallel
+    rest, tokenizer = (reward_funcs, prompt_field, parallel), chat.tokenizer
     if config.ray.reward_workers and parallel.ranks.is_main:
         from async_rlhf.rewards.ray import RayScorer
 
-        return RayScorer(tokenizer, config, reward_model, *rest)
+        return RayScorer(tokenizer, config, reward_model, *rest, chat=chat)
     if reward_model is None or config.ray.reward_workers or (apart and not parallel.ranks.is_main):
-        return Scorer(tokenizer, config, None, *rest)
+        return Scorer(tokenizer, config, None, *rest, chat=chat)
     model = _at_work(reward_model, config, ALONE if apart else parallel)
     if apart:
-        return ApartScorer(tokenizer, config, model, *rest)
-    return Scorer(tokenizer, config, model, *rest, _sharing(model, config, parallel))
+        return ApartScorer(tokenizer, config, model, *rest, chat=chat)
+    return Scorer(tokenizer, config, model, *rest, _sharing(model, config, parallel), chat)
 
 
 def _sharing(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> ContextGroup:

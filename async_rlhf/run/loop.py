@@ -263,6 +263,7 @@ class TrainingLoop(Loop):
             "rewards": self.run.scorer.state(),
             "agreement": self.rollouts.generator.agreement.state(),
             "warned": sorted(self.parts.said),
+            "started": self.run.chat.now.isoformat(),
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
         own = {"config": config, "values": values, "tensors": random_tensors}

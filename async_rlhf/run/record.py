@@ -133,7 +133,13 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
     return sizes
 
 
-def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) -> None:
+def first_time(folder: Path) -> str | None:
+    """The time that chat templates saw in a run; None if its folder does not say."""
+    starts = _starts(folder / ENVIRONMENT) or [{}]
+    return starts[0].get("chat_time")
+
+
+def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, chat_time: datetime) -> None:
     """Add this start to environment.json. A run that begins afresh begins a new list."""
     path = folder / ENVIRONMENT
     earlier = _starts(path)
@@ -142,6 +148,7 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device) ->
         return
     now = environment() | {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "chat_time": chat_time.isoformat(),
         "ranks": ranks,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }

@@ -308,7 +308,7 @@ def train(run: Run) -> OnlineTrainerState:
             goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.kept, run.eval_prompts is not None)
             run.record.write(run.folder.path)
-            note_start(run.folder.path, goes_on, run.ranks.count, run.device)
+            note_start(run.folder.path, goes_on, run.ranks.count, run.device, run.chat.now)
             if isinstance(generator, RemoteGenerator):
                 generator.follow(run.folder.path)
             if run.config.trace:

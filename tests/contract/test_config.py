@@ -150,6 +150,7 @@ LONGER_OR_KEPT |= {
     "stop_patience",
     "num_train_epochs",
     "reward_timeout",
+    "chat.now",
     "generation.step_timeout",
     "replay_from",
 }

@@ -22,6 +22,7 @@ from async_rlhf.generation.episodes.spec import episodes_of
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.validate_response import check_completions
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.routing import recorded_routes, route_shape
 
 ON = {"router_replay": True, "total_episodes": 32}
@@ -57,7 +58,7 @@ def test_episodes_have_the_routes_of_every_turn(tokenizer, prompts, tmp_path, mo
     args = test_episodes.episode_args(tmp_path, staleness=1, **ON)
     ours = test_episodes.run_trainer(tokenizer, prompts, args)
     more = {"stop_token_ids": (256, *test_episodes.STOPS), "routes": route_shape(policy().config)}
-    more["episodes"] = episodes_of(args, World(Echo), tokenizer)
+    more["episodes"] = episodes_of(args, World(Echo), ChatTemplate(tokenizer))
     assert_same_run(ours, sequential_oracle(policy, tokenizer, prompts, args, rewards=(), **more))
     params = SamplingParams(2, 0.7, args.generation.response_length, seed=0, **more)
     drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]

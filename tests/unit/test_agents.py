@@ -16,9 +16,9 @@ import pytest
 import torch
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
+from async_rlhf.data.rendering import Renderer
 from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.playing import EpisodeError
-from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.sampling import draw_tokens, sample_uniforms
 from async_rlhf.run.episodes import conversation

@@ -107,7 +107,7 @@ def test_prompts_are_all_before_the_last_answer(reader):
         (
             "demonstrations",
             {"messages": [{"role": "tool", "content": ""}, *said("a", "b")]},
-            r"cannot write it: no tool",
+            r"cannot write messages of tools",
         ),
     ],
 )
@@ -132,8 +132,8 @@ def test_an_answer_may_spell_the_end_of_sequence(chatting):
     silent = byte_tokenizer()
     silent.chat_template = TEMPLATE.replace("{{ eos_token }}", "")
     row = {"messages": said("a", "keep <eos> this")}
-    for tokenizer, rest in ((chatting, ""), (silent, "\n")):
-        assert next(RowReader(tokenizer, "data").demonstrations([row])).response == f"keep <eos> this{rest}"
+    for tokenizer in (chatting, silent):
+        assert next(RowReader(tokenizer, "data").demonstrations([row])).response == "keep <eos> this"
 
 
 def test_the_stream_hands_out_what_the_policy_sees(chatting):

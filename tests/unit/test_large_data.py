@@ -40,6 +40,7 @@ from async_rlhf.data.json_lines import JsonLines
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import read_ratings
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 
@@ -320,7 +321,7 @@ def test_one_bit_anywhere_in_the_cache_changes_no_result(tmp_path, chatting, lar
     def start():
         rows = load_rows(path)
         stream = PromptStream(hold_out(rows, 0.3, "data", "query")[0], chatting)
-        encoded, _ = encode_pairs(load_rows(pairs), chatting, 100, "data")
+        encoded, _ = encode_pairs(load_rows(pairs), ChatTemplate(chatting), 100, "data")
         drawn = [stream.prompt(n) for n in range(30)]
         return [*rows], rows.has_all("query"), stream.fingerprint(), drawn, [*encoded]
 
@@ -575,10 +576,10 @@ def test_sides_of_sides_and_of_first_words(tmp_path):
 
 def examples_of(kind, rows, tokenizer):
     if kind == "sft":
-        return encode_rows(rows, tokenizer, True, 12, "train")
+        return encode_rows(rows, ChatTemplate(tokenizer), True, 12, "train")
     if kind == "pairs":
-        return encode_pairs(rows, tokenizer, 10, "train")
-    rated, dropped = encode_ratings(rows, tokenizer, "score", 12, "train")
+        return encode_pairs(rows, ChatTemplate(tokenizer), 10, "train")
+    rated, dropped = encode_ratings(rows, ChatTemplate(tokenizer), "score", 12, "train")
     return rated, (dropped, rated.ratings.tolist())
 
 
@@ -615,13 +616,13 @@ def test_examples_by_hand(tokenizer):
         )
         for r in rows
     ]
-    pairs, counts = encode_pairs(rows, tokenizer, 10, "train")
+    pairs, counts = encode_pairs(rows, ChatTemplate(tokenizer), 10, "train")
     different = [side for side in sides if side[0] != side[1]]
     assert [(pair.chosen, pair.rejected) for pair in pairs] == [s for s in different if max(map(len, s)) <= 10]
     assert counts == {"dropped": len(different) - len(pairs), "ties": len(sides) - len(different)}
     assert counts["ties"] >= 14
     assert counts["dropped"] > 0
-    rated, dropped = encode_ratings(RATED, tokenizer, "score", 12, "train")
+    rated, dropped = encode_ratings(RATED, ChatTemplate(tokenizer), "score", 12, "train")
     tokens = [(ids(r["prompt"] + r["completion"]) + eos * (r["finish_reason"] == "stop"), r["score"]) for r in RATED]
     assert [(one.tokens, one.rating) for one in rated] == [one for one in tokens if len(one[0]) <= 12]
     assert dropped == len(RATED) - len(rated) > 0

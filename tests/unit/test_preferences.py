@@ -16,6 +16,7 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, PairsConfig, RewardConfig
 from async_rlhf.data.loading import load_rows
 from async_rlhf.learner.learner import Learner
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import load_reward_model
 from async_rlhf.models.saving import write_model
 from async_rlhf.types import Prompt, Sample
@@ -149,7 +150,7 @@ def test_reward_is_read_at_the_last_real_token(make_reward_model, tokenizer):
         {"prompt": "long prompt of many tokens", "chosen": "<eos>x", "rejected": "x<eos>"},
     ]
     model = make_reward_model()
-    pairs, _ = encode_pairs(rows, tokenizer, 96, "train")
+    pairs, _ = encode_pairs(rows, ChatTemplate(tokenizer), 96, "train")
     assert pairs[0].chosen == (*tokenizer.encode("a"), 257, *tokenizer.encode("bc"), 257)  # cut off: no <eos>
     assert pairs[0].rejected[-3:] == (257, *tokenizer.encode("d"), 256)
     assert pairs[1].rejected[-2:] == (*tokenizer.encode("x"), 256)
@@ -167,7 +168,7 @@ def test_reward_is_read_at_the_last_real_token(make_reward_model, tokenizer):
 def test_reward_loss_by_hand(make_reward_model, tokenizer, tmp_path, size, accumulate):
     """One optimiser step over 16 pairs, whole and as 5 + 5 + 5 + 1."""
     model = make_reward_model()
-    pairs, _ = encode_pairs(PAIRS[:16], tokenizer, 96, "train")
+    pairs, _ = encode_pairs(PAIRS[:16], ChatTemplate(tokenizer), 96, "train")
     margins = [score_by_hand(model, pair.chosen) - score_by_hand(model, pair.rejected) for pair in pairs]
     by_hand = sum(math.log1p(math.exp(-margin)) for margin in margins) / 16
     config = RewardConfig(
@@ -188,10 +189,12 @@ def test_pairs_left_out(tokenizer):
         {"prompt": "p", "chosen": "x", "rejected": "x"},
         {"prompt": "p", "chosen": "x" * 50, "rejected": ""},
     ]
-    pairs, counts = encode_pairs(rows, tokenizer, 30, "train")
+    pairs, counts = encode_pairs(rows, ChatTemplate(tokenizer), 30, "train")
     assert (len(pairs), counts) == (4, {"dropped": 1, "ties": 1})
     with pytest.raises(ConfigError, match="train: row 1: `chosen` is a chat, but `prompt` is str"):
-        encode_pairs([{"prompt": "p", "chosen": [{"role": "user"}], "rejected": ""}], tokenizer, 30, "train")
+        encode_pairs(
+            [{"prompt": "p", "chosen": [{"role": "user"}], "rejected": ""}], ChatTemplate(tokenizer), 30, "train"
+        )
     both = pair_rows([EncodedPair((5, 6, 7), (8,)), EncodedPair((9, 9), (4, 4))])
     assert both.tokens_BT.tolist() == [[5, 6, 7], [8, 0, 0], [9, 9, 0], [4, 4, 0]]
     assert both.lengths_B.tolist() == [3, 1, 2, 2]

@@ -30,6 +30,7 @@ from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import draw_pairs
 from async_rlhf.learner.learner import Learner
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer
 from async_rlhf.models.saving import write_model
@@ -61,7 +62,7 @@ def config(tmp_path, make_policy, tokenizer) -> RewardConfig:
 @pytest.mark.parametrize(("size", "accumulate"), [(16, 1), (5, 4)])
 def test_the_loss_is_the_formula(config, make_reward_model, tokenizer, size, accumulate):
     """Mean of (score - (rating - mean) / sd)^2 over 16 rows, whole and as 5 + 5 + 5 + 1; scores row by row."""
-    rows, dropped = encode_ratings(RATED[:16], tokenizer, "score", 96, "train")
+    rows, dropped = encode_ratings(RATED[:16], ChatTemplate(tokenizer), "score", 96, "train")
     assert dropped == 0
     model = make_reward_model()
     scale = Scale.of([row.rating for row in rows])
@@ -82,15 +83,17 @@ def test_a_rated_row_ends_unless_it_was_cut_off(tokenizer):
         {"prompt": "ab", "completion": " cd", "score": 1},
         {"prompt": "ab", "completion": " cd", "score": 2.5, "finish_reason": "length"},
     ]
-    first, second = encode_ratings(rows, tokenizer, "score", 96, "train")[0]
+    first, second = encode_ratings(rows, ChatTemplate(tokenizer), "score", 96, "train")[0]
     assert first == EncodedRating((*tokenizer.encode("ab cd"), 256), 1.0)
     assert second == EncodedRating(tuple(tokenizer.encode("ab cd")), 2.5)
-    kept, dropped = encode_ratings([*rows, {"text": "z" * 50, "score": 3}], tokenizer, "score", 30, "train")
+    kept, dropped = encode_ratings(
+        [*rows, {"text": "z" * 50, "score": 3}], ChatTemplate(tokenizer), "score", 30, "train"
+    )
     assert (len(kept), dropped) == (2, 1)
     with pytest.raises(
         ConfigError, match=r"max_length: got 3; no row of train has 1 to 3 tokens \(the shortest has 5\)"
     ):
-        encode_ratings(rows, tokenizer, "score", 3, "train")
+        encode_ratings(rows, ChatTemplate(tokenizer), "score", 3, "train")
 
 
 def test_a_reward_model_learns_ratings(config, tmp_path, caplog):

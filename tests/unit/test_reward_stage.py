@@ -20,6 +20,7 @@ from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import AdapterConfig, ConfigError, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.data.loading import load_rows
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer, new_reward_model
 from async_rlhf.models.saving import write_model
@@ -117,7 +118,7 @@ def test_rows_of_the_reference_that_are_too_long_do_not_count(config, tmp_path):
 
 def test_the_penalty_on_sums_by_hand(tokenizer, config, tmp_path):
     model = new_reward_model(config.model, tokenizer, config.seed)
-    pairs, _ = encode_pairs(PAIRS[:8], tokenizer, 96, "train")
+    pairs, _ = encode_pairs(PAIRS[:8], ChatTemplate(tokenizer), 96, "train")
     scores = [[score_rows(model, [side], 1).item() for side in (pair.chosen, pair.rejected)] for pair in pairs]
     by_hand = sum(math.log1p(math.exp(r - c)) + 0.3 * (c + r) ** 2 for c, r in scores) / 8
     (tmp_path / "few.jsonl").write_text(json_lines(PAIRS[:8]))

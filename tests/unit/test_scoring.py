@@ -155,7 +155,11 @@ LEVELS = [100.0 * p + len(f"def f{p}({'y' * p}):") for p in range(3) for _ in ra
 
 
 def whole_rows(batch: Batch) -> list[list[int]]:
-    return [sample.tokens.tolist() for sample in batch.samples]
+    """Whatever ended an answer, a reward model reads the end of sequence."""
+    return [
+        [*s.tokens.tolist()[: len(s) - (s.finish_reason == "stop")], *[EOS] * (s.finish_reason == "stop")]
+        for s in batch.samples
+    ]
 
 
 def scores(tokenizer, batch, reward_model=None, functions=(), **changes) -> list[float]:

@@ -25,6 +25,7 @@ from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
 from async_rlhf.data import cache
 from async_rlhf.learner.learner import Learner
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.saving import write_model
 from async_rlhf.models.weights import checksum, named_weights
@@ -307,7 +308,7 @@ def loss_by_hand(model, rows: list[EncodedRow]) -> float:
 @pytest.mark.parametrize(("size", "accumulate"), [(12, 1), (5, 3)])
 def test_sft_loss_is_the_mean_over_response_tokens(make_policy, tokenizer, tmp_path, completion_only, size, accumulate):
     """One optimiser step: its loss is that of the starting weights, however it is split (5 + 5 + 2 rows)."""
-    rows, dropped = encode_rows(ROWS, tokenizer, completion_only, 96, "train")
+    rows, dropped = encode_rows(ROWS, ChatTemplate(tokenizer), completion_only, 96, "train")
     assert dropped == 0
     model = make_policy()
     by_hand = loss_by_hand(model, rows)
@@ -323,7 +324,7 @@ def test_sft_loss_is_the_mean_over_response_tokens(make_policy, tokenizer, tmp_p
 
 
 def test_the_prompt_is_masked_and_the_end_is_not(tokenizer):
-    rows, _ = encode_rows(ROWS[:3], tokenizer, True, 96, "train")
+    rows, _ = encode_rows(ROWS[:3], ChatTemplate(tokenizer), True, 96, "train")
     batch = demonstration_rows(rows)
     for row, source, tokens, mask in zip(rows, ROWS, batch.tokens_BT, batch.sampled_BT > 0, strict=False):
         query = tuple(tokenizer.encode(source["query"], add_special_tokens=False))
@@ -335,13 +336,13 @@ def test_the_prompt_is_masked_and_the_end_is_not(tokenizer):
 
 
 def test_rows_that_do_not_fit(tokenizer):
-    kept, dropped = encode_rows(ROWS, tokenizer, True, 30, "train")
+    kept, dropped = encode_rows(ROWS, ChatTemplate(tokenizer), True, 30, "train")
     assert (len(kept), dropped) == (9, 3)
     assert all(len(row.tokens) <= 30 for row in kept)
     with pytest.raises(ConfigError, match="max_length: got 5; no row of train has 2 to 5 tokens"):
-        encode_rows(ROWS, tokenizer, True, 5, "train")
+        encode_rows(ROWS, ChatTemplate(tokenizer), True, 5, "train")
     with pytest.raises(ConfigError, match=r"train: row 2: .* must begin with `query`"):
-        encode_rows([ROWS[0], {**ROWS[1], "query": "def g"}], tokenizer, True, 30, "train")
+        encode_rows([ROWS[0], {**ROWS[1], "query": "def g"}], ChatTemplate(tokenizer), True, 30, "train")
 
 
 def test_run_sft(tmp_path, caplog):
@@ -350,7 +351,7 @@ def test_run_sft(tmp_path, caplog):
     config = sft_config(tmp_path, eval=str(tmp_path / "held.jsonl"))
     results = run_sft(config)
     model, tokenizer = load_policy(config.output_dir), load_tokenizer(config.output_dir)
-    held, _ = encode_rows(ROWS[:5], tokenizer, True, 64, "eval")
+    held, _ = encode_rows(ROWS[:5], ChatTemplate(tokenizer), True, 64, "eval")
     assert (results["rows"], results["dropped"]) == (12, 0)
     assert results["eval_loss"] == pytest.approx(loss_by_hand(model, held), rel=1e-5)
     assert results["eval_perplexity"] == pytest.approx(math.exp(results["eval_loss"]))

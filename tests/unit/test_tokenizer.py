@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 from async_rlhf.config import ConfigError, NewModelConfig
 from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.data.tokenizer import decode_samples, encode_responses, split_text, train_tokenizer
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.models.new import new_language_model
 from async_rlhf.models.saving import write_model
@@ -51,11 +52,13 @@ def test_saved_beside_a_model_it_is_read_back_alike(bpe, tmp_path):
 
 
 def test_a_response_ends_once_or_not_at_all(bpe):
-    plain, spelled, cut = encode_responses(bpe, ["Return.", "Return.<|endoftext|>", "Return."], [True, True, False])
+    plain, spelled, cut = encode_responses(
+        ChatTemplate(bpe), ["Return.", "Return.<|endoftext|>", "Return."], [True, True, False]
+    )
     assert plain == spelled == (*cut, 0)
     assert cut == encode_texts(bpe, ["Return."])[0]
-    assert encode_responses(bpe, [""]) == [(0,)]
-    assert encode_responses(bpe, []) == []
+    assert encode_responses(ChatTemplate(bpe), [""]) == [(0,)]
+    assert encode_responses(ChatTemplate(bpe), []) == []
 
 
 def test_the_query_must_be_the_start_of_the_text():

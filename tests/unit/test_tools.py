@@ -12,14 +12,9 @@ from typing import Any
 import pytest
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.calls import CallParser
 from async_rlhf.generation.episodes.environment import Observation
-from async_rlhf.generation.episodes.tools import (
-    CallParser,
-    ObjectEnvironment,
-    ToolEnvironment,
-    as_environment,
-    schemas_of,
-)
+from async_rlhf.generation.episodes.tools import ObjectEnvironment, ToolEnvironment, as_environment, schemas_of
 from tests.tiny import byte_tokenizer
 
 

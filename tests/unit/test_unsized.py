@@ -87,7 +87,7 @@ def test_an_iterator_is_read_once(tokenizer):
     [
         ([], "train_dataset: got 0 rows; must have at least one"),
         (["text"], "train_dataset: row 1 is a str; must be a mapping"),
-        ([{"prompt": "a"}], r"train_dataset: 'query' of row 1 is missing; must have a prompt there.*it has 'prompt'"),
+        ([{"text": "a"}], r"train_dataset: 'query' of row 1 is missing; must have a prompt there.*it has 'text'"),
         ([{"query": None}], r"train_dataset: 'query' of row 1 is null; must have a prompt there"),
         ([{"query": 3}], r"train_dataset: 'query' of row 1 is a int; must be text"),
         ([{"query": "x" * 50}] * 3, r"max_prompt_length: got 20; none of 4 rows of train_dataset, one after the other"),

@@ -22,6 +22,7 @@ from async_rlhf.config.episodes import World
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
+from async_rlhf.models.chats import ChatTemplate
 
 pytestmark = pytest.mark.vllm
 
@@ -53,7 +54,7 @@ def slowly(*seconds: float):
 @pytest.fixture
 def player(engine, tokenizer, tmp_path):
     """vLLM in this process, with an environment."""
-    spec = episodes_of(new_args(tmp_path, generation=EPISODES), World(Echo), tokenizer)
+    spec = episodes_of(new_args(tmp_path, generation=EPISODES), World(Echo), ChatTemplate(tokenizer))
     engine.params = replace(PARAMS, response_length=8, stop_token_ids=(256, *STOPS), episodes=spec)
     return EpisodeSampler(engine)
 

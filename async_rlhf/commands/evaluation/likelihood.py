@@ -27,11 +27,13 @@ class EncodedRow:
     tokens: tuple[int, ...]
     start: int
     """Index of the first response token; 0 if all tokens count. Token 0 itself is never predicted."""
+    learnt: tuple[int, ...] = ()
+    """1 for each token from ``start`` on that counts, else 0; empty if all of these do."""
 
     @property
     def targets(self) -> int:
         """Tokens that are predicted."""
-        return len(self.tokens) - max(self.start, 1)
+        return sum(self.learnt) if self.learnt else len(self.tokens) - max(self.start, 1)
 
 
 def row_tensors(rows: Sequence[EncodedRow]) -> tuple[Tensor, Tensor]:
@@ -40,7 +42,11 @@ def row_tensors(rows: Sequence[EncodedRow]) -> tuple[Tensor, Tensor]:
     positions_T = torch.arange(tokens_BT.shape[1])
     starts_B = torch.tensor([max(row.start, 1) for row in rows])
     lengths_B = torch.tensor([len(row.tokens) for row in rows])
-    return tokens_BT, (positions_T >= starts_B[:, None]) & (positions_T < lengths_B[:, None])
+    mask_BT = (positions_T >= starts_B[:, None]) & (positions_T < lengths_B[:, None])
+    for mask_T, row in zip(mask_BT, rows, strict=True):
+        if row.learnt:
+            mask_T[row.start : len(row.tokens)] &= torch.tensor(row.learnt, dtype=torch.bool)
+    return tokens_BT, mask_BT
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError, EvaluateConfig, PairsConfig, RelabelConfig
-from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import encode_responses
+from async_rlhf.config.common import ChatConfig
+from async_rlhf.data.tokenizer import encode_prompts, encode_responses
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import positions_of
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer
@@ -34,6 +35,7 @@ class RewardJudge:
         trust: whether Python code that comes with these may be run.
         bits: see :func:`~async_rlhf.models.loading.load_reward_model`.
         ranks: who share the reward model's passes. Functions are called on rank 0 alone.
+        chat: how chats are written.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class RewardJudge:
         trust: bool = False,
         bits: int | None = None,
         ranks: Ranks | None = None,
+        chat: ChatConfig | None = None,
     ) -> None:
         self.batch_size, self.ranks = batch_size, ranks or Ranks()
         self.functions = functions.load_reward_functions(reward_funcs) if self.ranks.is_main else []
@@ -59,6 +62,8 @@ class RewardJudge:
                 self.tokenizer = load_tokenizer(reward_model, key="reward_model", trust=trust)
         if tokenizer is not None:
             self.tokenizer = load_tokenizer(tokenizer, key="reward_tokenizer", trust=trust)
+        chat = chat or ChatConfig()
+        self.chat = None if self.tokenizer is None else ChatTemplate(self.tokenizer, chat, chat.time_of())
 
     @classmethod
     def of(
@@ -75,6 +80,7 @@ class RewardJudge:
             trust=config.trust_remote_code,
             bits=config.reward_model_bits,
             ranks=ranks,
+            chat=config.chat,
         )
 
     def __call__(
@@ -90,7 +96,7 @@ class RewardJudge:
             prompts: the prompt of each completion.
             rows: the other columns of its row in the data set, for functions.
             completions: texts without the end-of-sequence token.
-            ended: whether each ended by itself; the reward model sees the end-of-sequence token if it did.
+            ended: whether each ended by itself; the reward model then sees the token that ends an answer.
 
         Raises:
             ConfigError: a row is longer than the reward model can read.
@@ -115,7 +121,8 @@ class RewardJudge:
     def _model_scores(self, prompts: Sequence[str], completions: Sequence[str], ended: Sequence[bool]) -> list[float]:
         assert self.model is not None
         assert self.tokenizer is not None
-        starts, ends = encode_texts(self.tokenizer, prompts), encode_responses(self.tokenizer, completions, ended)
+        assert self.chat is not None
+        starts, ends = encode_prompts(self.tokenizer, prompts), encode_responses(self.chat, completions, ended)
         rows = [start + end for start, end in zip(starts, ends, strict=True)]
         limit = positions_of(self.model)
         for number, row in enumerate(rows, start=1):

@@ -13,6 +13,7 @@ from async_rlhf.data.stream import PromptStream
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions
 from async_rlhf.models.loading import stop_token_ids
 from async_rlhf.system.progress import progress_bar
@@ -31,6 +32,7 @@ def first_prompts(
         max_length=config.max_prompt_length,
         shuffle=False,
         key="prompts" if isinstance(config, PairsConfig) else "data",
+        chat=ChatTemplate(tokenizer, config.chat, config.chat.time_of()),
     )
     count = len(stream) if config.max_prompts is None else min(config.max_prompts, len(stream))
     return [stream.prompt(draw) for draw in range(count)], stream.dropped
@@ -53,7 +55,7 @@ def sampling_params(
         samples_per_prompt=samples_per_prompt,
         temperature=config.temperature,
         response_length=config.response_length,
-        stop_token_ids=stop_token_ids(model, tokenizer),
+        stop_token_ids=stop_token_ids(model, tokenizer, ids=ChatTemplate(tokenizer, config.chat).ends),
         seed=config.seed,
         batch_size=config.batch_size,
         top_p=config.top_p,

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.generation.episodes.endpoint import RefusedError, as_rendered
+from async_rlhf.data.rendering import Renderer
+from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.environment import Message
 from async_rlhf.generation.episodes.episode import Ask, Episode, joined
-from async_rlhf.generation.episodes.rendering import Renderer
+from async_rlhf.models.chats import as_messages
 from async_rlhf.types import CONVERSATION, Prompt, Sample
 
 
@@ -56,7 +57,7 @@ class Session:
     ) -> tuple[Message, str, int, int]:
         """See :data:`~async_rlhf.generation.episodes.endpoint.Answer`."""
         async with self._lock:
-            chat = [as_rendered(message) for message in messages]
+            chat = as_messages(messages, "messages")
             if self._turns == self._max_turns:
                 raise self._refused(
                     "max_turns", f"the episode has had its {self._max_turns} turns (generation.max_turns)"

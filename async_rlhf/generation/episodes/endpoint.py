@@ -166,19 +166,3 @@ def _spoken(message: Message) -> Message:
         for number, one in enumerate(message.get("tool_calls", ()))
     ]
     return {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
-
-
-def as_rendered(message: Mapping[str, Any]) -> Message:
-    """A message of a client as chat templates take it: text, and arguments that are mappings."""
-    content = message.get("content") or ""
-    if isinstance(content, list):  # parts
-        content = "".join(part.get("text", "") for part in content)
-    plain: Message = {**message, "role": message["role"], "content": content}
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append(
-            {**call, "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
-        )
-    return {**plain, "tool_calls": calls} if calls else {n: x for n, x in plain.items() if n != "tool_calls"}

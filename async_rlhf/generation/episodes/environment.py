@@ -6,9 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Message = dict[str, Any]
-"""A message of a chat: {"role": "user", "content": "..."}. The policy's have the role "assistant", and if it called
-tools {"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": {...}}}]}."""
+from async_rlhf.models.chats import Message
 
 Tool = Callable[..., Any]
 """A function, `def` or `async def`, whose parameters have types and whose docstring explains each of them."""

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
+from async_rlhf.data.rendering import Renderer
 from async_rlhf.generation.episodes.agents import Session
 from async_rlhf.generation.episodes.endpoint import Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
 from async_rlhf.generation.episodes.episode import Ask, Episode
-from async_rlhf.generation.episodes.rendering import Renderer
 from async_rlhf.generation.episodes.replies import Replies
 from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
 from async_rlhf.generation.episodes.tools import as_environment
@@ -67,16 +67,15 @@ class Player:
         spec: how.
 
     Raises:
-        ConfigError: there are tools, and the chat template changes earlier answers when a tool's follows.
+        ConfigError: there are tools, and the chat template cannot write their calls, or these cannot be read.
     """
 
     def __init__(self, spec: EpisodeSpec) -> None:
         self.spec, self._limits, self.seconds = spec, spec.generation, 0.0
         """Seconds that environments took, all together."""
         schemas = [] if spec.is_agent else tools_of(World(spec.environment))
-        self._renderer = Renderer(spec.tokenizer, schemas)
-        if schemas and spec.tokenizer.chat_template is not None:
-            self._renderer.before("tool")
+        self._renderer = Renderer(spec.chat.tokenizer, schemas, spec.chat)
+        self._renderer.check()
         replies = spec.generation.replies_from
         self._replies = None if replies is None else Replies(Path(replies))
         self._endpoint: Endpoint | None = None
@@ -106,6 +105,7 @@ class Player:
         if self.spec.is_agent:
             return await self._play_agent(prompt, number, params, ask)
         episode = Episode(self.spec, params, prompt, number)
+        renderer = self._renderer.of_row(prompt.columns, f"row {prompt.row + 1}")
         environment: Any = None
         try:
             seed = request_seeds(params.seed, [prompt])[0]
@@ -114,13 +114,13 @@ class Player:
                 environment = recorded or as_environment(self.spec.environment())
             opened = await self._call(environment.reset, dict(prompt.columns), seed)
             with _blamed():
-                episode.open(self._renderer.opening(prompt, opened or ()), opened or ())
+                episode.open(renderer.opening(prompt, opened or ()), opened or ())
             goes_on = True
             while goes_on:
                 turn = episode.turn()
-                message = self._renderer.message(episode.add(await ask(turn)), turn.tokens)
+                message = renderer.message(episode.add(await ask(turn)), turn.tokens)
                 if goes_on := episode.finish_reason == "stop":
-                    goes_on = await self._step(environment, message, episode)
+                    goes_on = await self._step(environment, message, episode, renderer)
                 else:
                     episode.say([message])
         except _FailedError as failed:
@@ -130,7 +130,7 @@ class Player:
                 await self._close(environment)
         return episode.sample()
 
-    async def _step(self, environment: Any, message: Message, episode: Episode) -> bool:
+    async def _step(self, environment: Any, message: Message, episode: Episode, renderer: Renderer) -> bool:
         """Have the environment answer; returns whether the policy is to go on."""
         observed = await self._call(environment.step, message)
         with _blamed():
@@ -140,7 +140,7 @@ class Player:
             if observed.done or len(episode.turns) == self._limits.max_turns:
                 episode.finish_reason = "stop" if observed.done else "length"
                 return False
-            return episode.observe(self._renderer.observation(observed.messages, episode.last, episode.chat))
+            return episode.observe(renderer.observation(observed.messages, episode.last, episode.chat))
 
     async def _play_agent(self, prompt: Prompt, number: int, params: SamplingParams, ask: Ask) -> Sample:
         """Have an agent play; its sample has all its conversations."""

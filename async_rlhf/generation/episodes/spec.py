@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import cloudpickle
-from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
@@ -17,6 +16,7 @@ from async_rlhf.config.episodes import World
 from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.generation.episodes.tools import ToolEnvironment, as_environment, schemas_of
+from async_rlhf.models.chats import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class EpisodeSpec:
 
     environment: Sent
     """Makes an environment for each episode."""
-    tokenizer: PreTrainedTokenizerBase
+    chat: ChatTemplate
+    """Writes the policy's chats."""
     generation: GenerationConfig
     """Has their limits; with ``max_turns``."""
     skip: bool
@@ -101,11 +102,11 @@ def tools_of(world: World) -> list[dict[str, Any]]:
     return [] if made is None or world.agent is not None else schemas_of(getattr(as_environment(made()), "tools", ()))
 
 
-def episodes_of(config: OnlineConfig, world: World, tokenizer: PreTrainedTokenizerBase) -> EpisodeSpec | None:
+def episodes_of(config: OnlineConfig, world: World, chat: ChatTemplate) -> EpisodeSpec | None:
     """How a run plays its episodes; None if nothing answers the policy."""
     made = _maker(world)
     if made is None:
         return None
     is_agent, right = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
     require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
-    return EpisodeSpec(made, tokenizer, config.generation, config.reward_errors == "skip", is_agent)
+    return EpisodeSpec(made, chat, config.generation, config.reward_errors == "skip", is_agent)

@@ -1,28 +1,20 @@
-"""Tools: their schemas, the calls in what the policy wrote, and the environments that answer them."""
+"""Tools: their schemas, and the environments that answer calls."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.generation.episodes.environment import Environment, Message, Observation, Tool
 
-_CALL = re.compile(
-    # An end that is missing counts as the end of the text, so that the search takes linear time.
-    r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)(?:</tool_call>|\Z)|<\|python_tag\|>(.*)",
-    re.DOTALL,
-)
-_ARGUMENTS = ("arguments", "parameters")
 _NOT_A_TOOL = ("reset", "step", "get_reward", "close")
 
 
@@ -43,100 +35,6 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         require(name not in schemas, "tools", f"{name} twice", "must be tools with different names")
         schemas[name] = schema
     return list(schemas.values())
-
-
-class CallParser:
-    """Finds the calls of tools in a text of the policy.
-
-    If the tokenizer has a `response_template`, that decides. If not, these are calls:
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), any number of them, but not within
-    `<think>`; what follows `<|python_tag|>`; and a text that is one JSON object with "name" and "parameters" (Llama).
-
-    Args:
-        schemas: of the tools, for templates that need types to read arguments.
-
-    Raises:
-        ConfigError: the tokenizer's template is invalid.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]] = ()) -> None:
-        self._tokenizer, self._schemas = tokenizer, list(schemas)
-        self._by_template = getattr(tokenizer, "response_template", None) is not None
-        if self._by_template:
-            try:
-                tokenizer.get_response_parser(prefix="")
-            except (ValueError, TypeError) as error:
-                raise ConfigError(f"response_template of the tokenizer: {error}") from error
-
-    def parse(self, text: str, prefix: str = "") -> Message:
-        """The message that a text is: "role", "content", and if there are any, "tool_calls" and "call_errors".
-
-        A call that cannot be read stays in the content, as it was written. "call_errors" says what is wrong with each
-        such call; chat templates ignore that key, and :class:`ToolEnvironment` answers it.
-
-        Args:
-            text: what the policy wrote, with special tokens, without the stop token.
-            prefix: the prompt before it. Only a `response_template` needs it, where the prompt begins the message.
-        """
-        if self._by_template:
-            return self._parse_by_template(text, prefix)
-        calls: list[dict[str, Any]] = []
-        errors: list[str] = []
-
-        def take(match: re.Match[str]) -> str:
-            if match.lastindex is None:  # a thought
-                return match[0]
-            try:
-                calls.append(_call(_loaded(match[match.lastindex])))
-            except ValueError as error:
-                errors.append(f"call {len(calls) + len(errors) + 1} cannot be read: {error}")
-                return match[0]
-            return ""
-
-        rest = _CALL.sub(take, f"<|python_tag|>{text}" if _is_bare_call(text) else text).strip()
-        return _message({"content": rest if calls else text}, calls, errors)
-
-    def _parse_by_template(self, text: str, prefix: str) -> Message:
-        try:
-            found = self._tokenizer.parse_response(text, prefix=prefix, tools=self._schemas)
-            return _message(found, [_call(one.get("function", one)) for one in found.pop("tool_calls", ())])
-        except Exception as error:  # of any kind: the template's parsers meet what they were not made for
-            return _message({"content": text}, errors=[f"the message cannot be read: {error}"])
-
-
-def _message(parts: Mapping[str, Any], calls: Sequence[dict[str, Any]] = (), errors: Sequence[str] = ()) -> Message:
-    message = {"content": "", **parts, "role": "assistant"}
-    return message | ({"tool_calls": calls} if calls else {}) | ({"call_errors": errors} if errors else {})
-
-
-def _is_bare_call(text: str) -> bool:
-    """Whether a text without tags is meant as a call, readable or not."""
-    if not text.lstrip().startswith("{"):
-        return False
-    try:
-        found = _loaded(text)
-    except ValueError:
-        return '"name"' in text and any(f'"{key}"' in text for key in _ARGUMENTS)
-    return "name" in found and any(key in found for key in _ARGUMENTS)
-
-
-def _loaded(text: str) -> Any:
-    try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # refuses half characters, which no tokenizer takes
-    except RecursionError as error:
-        raise ValueError("too deep") from error
-    return found
-
-
-def _call(found: Any) -> dict[str, Any]:
-    """A call as messages have it."""
-    if isinstance(found, dict) and isinstance(name := found.get("name"), str):
-        arguments = next((found[key] for key in _ARGUMENTS if key in found), None)
-        arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
-        if isinstance(arguments, dict):
-            return {"type": "function", "function": {"name": name, "arguments": arguments}}
-    raise ValueError('must be {"name": "...", "arguments": {...}}')
 
 
 class ToolEnvironment:

@@ -1,0 +1,115 @@
+"""Conversations as tokens. What was sampled is never encoded again: only what comes between two answers is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from async_rlhf.data.calls import CallParser
+from async_rlhf.models.chats import ChatTemplate, Message, Schemas
+from async_rlhf.types import Prompt
+
+
+class Renderer:
+    """Puts messages into the form of a chat template, and reads what the policy wrote.
+
+    Prompts that are plain text are followed by plain text, the contents of the messages one after the other.
+
+    Args:
+        tokenizer: of the policy.
+        tools: schemas of the functions that the policy may call.
+        template: writes its chats; None for the tokenizer's.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tools: Schemas = (), template: ChatTemplate | None = None
+    ) -> None:
+        template = template or ChatTemplate(tokenizer)
+        self.tokenizer, self.tools = tokenizer, [dict(tool) for tool in tools]
+        self._plain, self._others = template, dict[ChatTemplate, Renderer]()
+        self.template = template.with_setting(replace(template.setting, tools=[*template.setting.tools, *self.tools]))
+
+    @cached_property
+    def _parser(self) -> CallParser:
+        return CallParser(self.tokenizer, self.template.setting.tools, self.template)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether there is a template."""
+        return self.template.exists
+
+    def check(self) -> None:
+        """Require that the calls of tools can be written and read.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if self.tools and self.is_chat:
+            self.template.between(
+                [{"role": "tool", "name": "f", "tool_call_id": "call00000", "content": ""}], self.template.end
+            )
+            self._parser.parse("")
+
+    def with_tools(self, tools: Schemas) -> Renderer:
+        """One for other tools."""
+        if [*tools] == self.tools:
+            return self
+        plain = self._plain
+        return self._written_by(plain.with_setting(replace(plain.setting, tools=[*plain.setting.tools, *tools])))
+
+    def of_row(self, row: Mapping[str, Any], place: str) -> Renderer:
+        """One with the row's own `tools` and `chat_template_kwargs`."""
+        return self._written_by(self._plain.of_row(row, place))
+
+    def _written_by(self, template: ChatTemplate) -> Renderer:
+        if template is self._plain:
+            return self
+        if template not in self._others:
+            self._others = {**self._others} if len(self._others) < _KEPT else {}
+            self._others[template] = Renderer(self.tokenizer, self.tools, template)
+        return self._others[template]
+
+    def opening(self, prompt: Prompt, more: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a prompt and of further messages, up to where the policy begins."""
+        if not more:
+            return prompt.tokens
+        if prompt.messages is None:
+            return (*prompt.tokens, *self._encode(_contents(more)))
+        return self._encode(self.template.prompt([*map(dict, prompt.messages), *more]))
+
+    def observation(self, messages: Sequence[Message], stop: int, chat: bool) -> tuple[int, ...]:
+        """The tokens between an answer of the policy and the next one.
+
+        Args:
+            messages: what it is to read.
+            stop: the token that ended its answer.
+            chat: whether the prompt is a chat.
+
+        Raises:
+            ConfigError: the template cannot write them.
+        """
+        return self._encode(self.template.between(messages, stop) if chat else _contents(messages))
+
+    def message(self, tokens: Sequence[int], before: Sequence[int]) -> Message:
+        """What the policy wrote, after these tokens. Special tokens are a part of it: calls may be made of them."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        prefix = self.tokenizer.decode(list(before)[-_TAIL:])
+        parse = self._parser.parse if self.template.setting.tools else self._parser.thought
+        return parse(text, prefix)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+_KEPT = 1000
+"""Most renderers of other settings that are remembered."""
+_TAIL = 64
+"""Tokens at the end of a prompt, in which a message may begin."""
+
+
+def _contents(messages: Sequence[Message]) -> str:
+    return "".join(str(message["content"]) for message in messages)

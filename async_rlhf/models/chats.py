@@ -1,0 +1,588 @@
+"""Chats as text and tokens, by the chat template of a tokenizer: prompts, answers to learn, and what comes between two
+answers.
+
+All that is known of a template is what it writes: it is given a chat with a marker in it, and the text around the
+marker says where an answer begins and ends, and what follows it. So a template that nobody here has seen is read like
+any other, and one that cannot write what a row has is named.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from async_rlhf.config import ConfigError
+from async_rlhf.config.common import ChatConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+"""A message of a chat: {"role": "user", "content": "..."}. An answer may have "reasoning_content", and "tool_calls":
+[{"type": "function", "function": {"name": ..., "arguments": {...}}}]."""
+Schemas = Sequence[Mapping[str, Any]]
+
+_MARK = "Zq7Marker7qZ"
+_KINDS = {
+    "tool calls": "tool_calls",
+    "messages of tools": "tool",
+    "schemas of tools": "tools",
+    "system messages": "system",
+}
+_ASKED: Message = {"role": "user", "content": "A question."}
+_THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
+_OPEN_THOUGHT = re.compile(r"(<think>|<\|START_THINKING\|>|\[THINK\])\s*\Z")
+_INLINE_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
+_KEPT = 1000
+"""Most settings, and texts between answers, that are remembered."""
+_WARNED: set[tuple[str, str]] = set()
+_STARTS = "must be one whose prompts (add_generation_prompt) are the start of the whole"
+FAILURES = (TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError, RecursionError)
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a column's value is a list of messages."""
+    messages = isinstance(value, (list, tuple)) and len(value) > 0
+    return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+def as_messages(value: Iterable[Mapping[str, Any]], place: str) -> list[Message]:
+    """Messages in one form, whatever form a file or a client gave them: content is text, arguments of calls are
+    mappings, reasoning is `reasoning_content`, and what is null is left out.
+
+    Raises:
+        ConfigError: a message is none, or has content that is not text.
+    """
+    return [_as_message(message, f"{place}: message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _as_message(message: Any, place: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"{place} is {message!r:.80}; must be a mapping with role and content")
+    rest = {name: value for name, value in message.items() if value is not None}
+    calls = [_as_call(call, place) for call in rest.pop("tool_calls", ())]
+    thought = next((rest[name] for name in _THOUGHT_NAMES if rest.get(name)), None)
+    content, within = _as_text(rest.pop("content", None), message["role"], bool(calls or thought), place)
+    plain = {name: value for name, value in rest.items() if name not in _THOUGHT_NAMES}
+    plain |= {"content": content}
+    if thought or within:
+        plain["reasoning_content"] = thought or within
+    return plain | ({"tool_calls": calls} if calls else {})
+
+
+def _as_text(content: Any, role: str, may_be_empty: bool, place: str) -> tuple[str, str]:
+    """The text of a message, and the reasoning among its parts."""
+    if content is None:
+        if may_be_empty:
+            return "", ""
+        raise ConfigError(f"{place} ({role}) has no content; must have text")
+    parts = [content] if isinstance(content, (str, Mapping)) else content
+    if not isinstance(parts, Iterable):
+        raise ConfigError(f"{place} ({role}): content is {content!r:.80}; must be text, or a list of parts of text")
+    text, thought = "", ""
+    for part in parts:
+        found = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and part.get("type") in ("thinking", "reasoning"):
+            thought += str(part.get("thinking") or part.get("text") or part.get("reasoning") or "")
+        elif isinstance(found, str):
+            text += found
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ConfigError(f"{place} ({role}): content has a part {kind!r}; must be text: only text is trained on")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        right = "must be Unicode text, without half characters (surrogates)"
+        raise ConfigError(f"{place} ({role}) is {text[:60]!r}; {right}") from error
+    return text, thought
+
+
+def _as_call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, 0)
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{place}: arguments of the call {name!r} are no JSON: {error}") from error
+    arguments = {} if arguments is None else arguments
+    if not (isinstance(name, str) and isinstance(arguments, Mapping)):
+        right = 'must be {"function": {"name": "...", "arguments": {...}}}'
+        raise ConfigError(f"{place}: a tool call is {call!r:.80}; {right}")
+    rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
+    return {**rest, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _named(write: Callable[..., str]) -> Callable[..., str]:
+    """Gives what a template raises a sentence."""
+
+    @wraps(write)
+    def named(*given: Any) -> str:
+        try:
+            return write(*given)
+        except ConfigError:
+            raise
+        except FAILURES as error:
+            raise ConfigError(f"the chat template cannot write it: {error}") from error
+
+    return named
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a chat is written with, beside its messages."""
+
+    tools: Schemas = ()
+    """Schemas of the functions that the model may call."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as `enable_thinking`."""
+
+    def of_row(self, row: Mapping[str, Any], place: str) -> Setting:
+        """With the row's `tools` and `chat_template_kwargs`.
+
+        Raises:
+            ConfigError: they are neither lists of schemas nor a mapping, or the JSON of these.
+        """
+        tools, arguments = row.get("tools"), row.get("chat_template_kwargs")
+        if not tools and not arguments:
+            return self
+        found = _loaded(tools, f"{place}: `tools`") or ()
+        named = _loaded(arguments, f"{place}: `chat_template_kwargs`") or {}
+        schemas = isinstance(found, (list, tuple)) and all(isinstance(one, Mapping) for one in found)
+        if not schemas:
+            raise ConfigError(f"{place}: `tools` is {tools!r:.80}; must be a list of the schemas of functions")
+        if not isinstance(named, Mapping):
+            right = 'must be a mapping, such as {"enable_thinking": false}'
+            raise ConfigError(f"{place}: `chat_template_kwargs` is {arguments!r:.80}; {right}")
+        given = {name: value for name, value in named.items() if value is not None}
+        return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **given})
+
+
+def _loaded(value: Any, place: str) -> Any:
+    """Parquet and CSV have schemas as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"{place} is {value!r:.80}; must be JSON: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A schema without the keys that are null: Parquet gives every schema the keys of all."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+class _Form(NamedTuple):
+    """How a template wants its messages."""
+
+    as_parts: bool = False
+    """Content as a list of parts."""
+    as_json: bool = False
+    """Arguments of calls as JSON text."""
+    empty: str | None = ""
+    """The content of an answer that has calls alone."""
+    thought: str | None = None
+    """The key under which it reads reasoning; None if it reads none."""
+
+
+class ChatTemplate:
+    """Writes chats as a tokenizer's chat template does.
+
+    Args:
+        tokenizer: with or without a template.
+        config: what all chats of a command are written with.
+        now: the time that templates see; None for the time at which this is made.
+        setting: with what chats are written.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ChatConfig | None = None,
+        now: datetime | None = None,
+        setting: Setting | None = None,
+    ) -> None:
+        self.tokenizer, self.config, self.now = tokenizer, config or ChatConfig(), now or datetime.now()
+        self.setting = setting or Setting((), self.config.template_arguments)
+        self._others: dict[str, ChatTemplate] = {}
+        self._texts: dict[tuple[str, int], str] = {}
+        self._can: dict[str, bool] = {}
+
+    def __reduce__(self) -> Any:
+        return ChatTemplate, (self.tokenizer, self.config, self.now, self.setting)
+
+    def with_setting(self, setting: Setting) -> ChatTemplate:
+        """The same with another setting."""
+        if setting == self.setting:
+            return self
+        name = json.dumps([list(setting.tools), setting.arguments], default=str)
+        if name not in self._others:
+            self._others = {**self._others, name: ChatTemplate(self.tokenizer, self.config, self.now, setting)}
+            self._others = dict([*self._others.items()][-_KEPT:])
+        return self._others[name]
+
+    def of_row(self, row: Mapping[str, Any], place: str) -> ChatTemplate:
+        """The same with the row's own setting."""
+        return self.with_setting(self.setting.of_row(row, place))
+
+    @property
+    def name(self) -> str:
+        """Identifies what it writes, beside the tokenizer; empty for what the tokenizer's template does by itself."""
+        given = [self.config.system, self.config.renderer, list(self.setting.tools), dict(self.setting.arguments)]
+        return f" with {json.dumps(given, sort_keys=True, default=str)}" if any(given) else ""
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a template."""
+        return self.config.renderer is not None or self.tokenizer.chat_template is not None
+
+    @_named
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The text of a chat, up to where an answer begins.
+
+        Raises:
+            ConfigError: the template cannot write it.
+        """
+        self._require(messages)
+        return self._write(messages, True)
+
+    @_named
+    def answer(self, messages: Sequence[Message], answer: Message) -> str:
+        """What a model writes as the given answer after :meth:`prompt`, without the token that ends it.
+
+        Raises:
+            ConfigError: the template cannot write it.
+        """
+        self._require([*messages, answer])
+        prompt, whole = self._write(messages, True), self._write([*messages, answer], False)
+        begun = _common(prompt, self._write([*messages, {"role": "assistant", "content": _MARK}], False))
+        left, thought, lost = prompt[len(begun) :], answer.get("reasoning_content"), ""
+        if thought and not whole.startswith(begun):  # the prompt has an empty thought, and so no room for this one
+            whole = self._write([*messages, {n: x for n, x in answer.items() if n != "reasoning_content"}], False)
+        if not whole.startswith(begun):
+            raise ConfigError(f"the chat template writes a chat with its answer otherwise than without; {_STARTS}")
+        rest = whole[len(begun) :]
+        if rest.startswith(left) or not left.strip():
+            rest = rest.removeprefix(left)
+        elif _OPEN_THOUGHT.search(left) is None:
+            raise ConfigError(
+                f"the chat template writes a chat with its answer otherwise than without ({left!r:.80}); {_STARTS}"
+            )
+        else:  # the prompt opens a thought that the template leaves out of whole chats
+            within = _INLINE_THOUGHT.match(answer["content"])
+            lost = f"{thought or (within[1].strip() if within else '')}\n</think>\n\n"
+        if thought and thought.strip() not in lost + rest:
+            self._warn("leaves reasoning (`reasoning_content`) out of answers, so it is not learnt")
+        return lost + self._ended(rest, "tool_calls" in answer)
+
+    def _ended(self, rest: str, called: bool) -> str:
+        """The text of an answer without what ends it."""
+        if self._closing and rest.endswith(self._closing):
+            return rest.removesuffix(self._closing)
+        end = self.tokenizer.decode([self.end_of_calls if called else self.end])
+        ended, found, after = rest.rpartition(end)
+        return ended if found and not after.strip() else rest
+
+    def between(self, messages: Sequence[Message], stop: int) -> str:
+        """The text between an answer, which the token ``stop`` ended, and the next one, with messages that are read.
+
+        Raises:
+            ConfigError: the template cannot write them.
+        """
+        known = json.dumps([dict(message) for message in messages], default=str), stop
+        if known not in self._texts:
+            self._texts = dict([*self._texts.items(), (known, self._text_between(messages, stop))][-_KEPT:])
+        return self._texts[known]
+
+    @_named
+    def _text_between(self, told: Sequence[Message], stop: int) -> str:
+        self._require(told)
+        before, calls, after = self._around(told)
+        if self.thinks and told[0]["role"] == "user":
+            thought: Message = {"role": "assistant", "content": "It is so.", "reasoning_content": _MARK}
+            if _MARK not in self._write([_ASKED, thought, *told], True):
+                self._warn(
+                    "leaves out earlier reasoning when a user's message follows; here it stays, as it was written"
+                )
+        if not after.startswith(calls):
+            raise ConfigError(
+                f"tokenizer: its chat template changes earlier calls when a message of role {told[0]['role']!r} "
+                "follows; must keep them as they were sampled: give a tokenizer with another chat_template"
+            )
+        rest, spelt = after[len(calls) :], self.tokenizer.decode([stop])
+        if rest.startswith(spelt):
+            return rest.removeprefix(spelt)
+        if before[len(calls) :].startswith(spelt):  # the template ends the last answer with another token than others
+            return rest.removeprefix(self._first_special(rest))
+        return rest
+
+    def _around(self, told: Sequence[Message]) -> tuple[str, str, str]:
+        """What the template writes after the marker in an answer, at the end of a chat; as much of it as belongs to the
+        answer's calls; and the same where messages follow.
+        """
+        neutral = [_ASKED, self._marked(told if self.writes("tool_calls") else ())]
+        before, after = _after_mark(self._write(neutral, False)), _after_mark(self._write([*neutral, *told], True))
+        if "tool_calls" not in neutral[1]:
+            return before, "", after
+        if self._closing and before.endswith(self._closing):
+            return before, before.removesuffix(self._closing), after
+        calls = _common(before, after)
+        end = self._last_special(calls)
+        # A token that is written once however many calls there are ends the answer.
+        if end and self._two_calls.count(end) - self._write([_ASKED], True).count(end) == 1:
+            calls = calls[: calls.rindex(end)]
+        return before, calls, after
+
+    @cached_property
+    def _two_calls(self) -> str:
+        """A chat that ends with two calls; empty if the template writes one at most."""
+        called = _without_mark(self._marked([{"role": "tool"}] * 2))
+        try:
+            return self._write([_ASKED, called], False)
+        except FAILURES:
+            return ""
+
+    def _marked(self, following: Sequence[Message]) -> Message:
+        """An answer that ends with the marker, to which these messages may be replies."""
+        replies = [message for message in following if message["role"] == "tool"]
+        if not replies or following[0]["role"] != "tool":
+            return {"role": "assistant", "content": _MARK}
+        calls = [
+            {
+                "type": "function",
+                "id": message.get("tool_call_id", f"call{number:05}"),
+                "function": {"name": message.get("name", "f"), "arguments": {"x": _MARK}},
+            }
+            for number, message in enumerate(replies)
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end an answer: those that the template writes, and the tokenizer's."""
+        return tuple(dict.fromkeys([self.end, self.end_of_calls, self.tokenizer.eos_token_id]))
+
+    @cached_property
+    def spelt_ends(self) -> list[str]:
+        """The texts of these tokens."""
+        return [self.tokenizer.decode([end]) for end in self.ends]
+
+    @cached_property
+    def end(self) -> int:
+        """The token that a model learns to write after its answer.
+
+        It is the first special token that the template writes after it. Where several stand together, it is the one
+        that the tokenizer calls the end, if that is among them. Templates that write none end an answer with the first
+        token of what follows.
+        """
+        run = self._specials_at(self._closing.lstrip())
+        if not run and self.exists:
+            with suppress(*FAILURES):
+                _, _, after = self._around([_ASKED])
+                run = self._specials_at(after.lstrip())[:1]
+        eos = self.tokenizer.eos_token
+        return self.tokenizer.convert_tokens_to_ids(eos if eos in run or not run else run[0])
+
+    @cached_property
+    def end_of_calls(self) -> int:
+        """The same after calls of tools."""
+        reply: Message = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "It is so."}
+        if not (self.exists and self.writes("tool_calls")):
+            return self.end
+        try:
+            before, calls, after = self._around([reply])
+        except FAILURES:
+            return self.end
+        closed = self._closing and any(text.endswith(self._closing) for text in (before, self._two_calls))
+        if closed or not after.startswith(calls):
+            return self.end
+        run = self._specials_at(after[len(calls) :].lstrip())
+        return self.tokenizer.convert_tokens_to_ids(run[0]) if run else self.end
+
+    def _specials_at(self, text: str) -> list[str]:
+        """The special tokens with which a text begins, up to the first other text."""
+        run: list[str] = []
+        while (found := self._special.match(text)) is not None:
+            run, text = [*run, found[0]], text[found.end() :]
+        return run
+
+    def _first_special(self, text: str) -> str:
+        """The special token with which a text begins, if any."""
+        return next(iter(self._specials_at(text)), "")
+
+    def _last_special(self, text: str) -> str:
+        """The special token with which a text ends, if any."""
+        text = text.rstrip()
+        *_, last = [None, *self._special.finditer(text)]
+        return last[0] if last is not None and last.end() == len(text) else ""
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes after the last answer."""
+        if not self.exists:
+            return ""
+        try:
+            return _after_mark(self._write([_ASKED, {"role": "assistant", "content": _MARK}], False))
+        except FAILURES:
+            return ""
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        names = {token.content for token in added} | set(self.tokenizer.all_special_tokens)
+        return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name) or r"(?!)")
+
+    @cached_property
+    def _family(self) -> Any:
+        assert self.config.renderer is not None
+        return family(self.config.renderer, self.tokenizer, self.setting.arguments)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template writes reasoning."""
+        return self._form.thought is not None
+
+    def writes(self, what: str) -> bool:
+        """Whether the template writes "system" messages, "tool_calls", "tool" messages, or schemas ("tools")."""
+        if what not in self._can:
+            self._can[what] = self._probed(what)
+        return self._can[what]
+
+    def _probed(self, what: str) -> bool:
+        called = self._marked([{"role": "tool", "content": ""}])
+        reply: Message = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _MARK}
+        chat: dict[str, list[Message]] = {
+            "system": [{"role": "system", "content": _MARK}, _ASKED],
+            "tool_calls": [_ASKED, called],
+            "tool": [_ASKED, _without_mark(called), reply],
+            "tools": [_ASKED],
+        }
+        schema = {"name": _MARK, "description": "It is so.", "parameters": {"type": "object", "properties": {}}}
+        schemas = [{"type": "function", "function": schema}] if what == "tools" else self.setting.tools
+        try:
+            return _MARK in self._write(chat[what], what != "tool_calls", schemas)
+        except FAILURES:
+            return False
+
+    def _require(self, messages: Sequence[Message]) -> None:
+        """Require that the template writes all kinds of messages that are there."""
+        calls = any(message.get("tool_calls") for message in messages)
+        roles = {message["role"] for message in messages}
+        asked = {"tool calls": calls, "messages of tools": "tool" in roles}
+        asked |= {"schemas of tools": bool(self.setting.tools), "system messages": "system" in roles}
+        lacks = [what for what, there in asked.items() if there and not self.writes(_KINDS[what])]
+        if lacks == ["schemas of tools"]:
+            self._warn("does not write the schemas of tools: say in a system message which there are")
+        elif lacks:
+            right = "leave them out, or give a tokenizer whose chat_template writes them"
+            raise ConfigError(f"the chat template cannot write {' and '.join(lacks)}; {right}")
+
+    def _warn(self, what: str) -> None:
+        if (self.tokenizer.name_or_path, what) not in _WARNED:
+            _WARNED.add((self.tokenizer.name_or_path, what))
+            logger.warning("WARNING: the chat template %s", what)
+
+    @cached_property
+    def _form(self) -> _Form:
+        """Found by trying: the first form in which the template writes a text, a call, and reasoning."""
+        form = _Form()
+
+        def wrote(chat: Sequence[Message], form: _Form, *marks: str) -> bool:
+            try:
+                written = self._written(chat, False, self.setting.tools, form)
+            except FAILURES:
+                return False
+            return all(mark in written for mark in marks)
+
+        asked = [{"role": "user", "content": _MARK}]
+        if not wrote(asked, form, _MARK) and wrote(asked, form._replace(as_parts=True), _MARK):
+            form = form._replace(as_parts=True)
+        called = [_ASKED, self._marked([{"role": "tool", "content": ""}])]
+        forms = [form._replace(as_json=json_, empty=empty) for json_ in (False, True) for empty in ("", None)]
+        form = next((one for one in forms if wrote(called, one, _MARK)), form)
+        thought: Message = {"role": "assistant", "content": "It is so.", "reasoning_content": _MARK}
+        forms = [form._replace(thought=name) for name in _THOUGHT_NAMES]
+        return next((one for one in forms if wrote([_ASKED, thought], one, _MARK)), form)
+
+    def _write(self, messages: Sequence[Message], prompt: bool, tools: Schemas | None = None) -> str:
+        return self._written(messages, prompt, self.setting.tools if tools is None else tools, self._form)
+
+    def _written(self, messages: Sequence[Message], prompt: bool, tools: Schemas, form: _Form) -> str:
+        chat = [_formed(message, form) for message in messages]
+        if self.config.system is not None and not (chat and chat[0]["role"] == "system"):
+            system: Message = {"role": "system", "content": self.config.system}
+            chat = [_formed(system, form), *chat]
+        if self.config.renderer is not None:
+            schemas = [dict(tool.get("function", tool)) for tool in tools] or None
+            ids = self._family.render_ids(chat, tools=schemas, add_generation_prompt=prompt)
+            return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        given: dict[str, Any] = {"strftime_now": self.now.strftime, **self.setting.arguments}
+        given |= {"tools": [dict(tool) for tool in tools] or None, "add_generation_prompt": prompt}
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **given))
+
+
+def _formed(message: Message, form: _Form) -> Message:
+    """A message as a template takes it."""
+    content = message["content"]
+    if not content and message.get("tool_calls"):
+        content = form.empty
+    if form.as_parts and content is not None:
+        content = [{"type": "text", "text": content}]
+    formed = {**message, "content": content}
+    thought = formed.pop("reasoning_content", None)
+    if thought and form.thought is not None:
+        formed[form.thought] = thought
+    if form.as_json and message.get("tool_calls"):
+        formed["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return formed
+
+
+def _without_mark(message: Message) -> Message:
+    return json.loads(json.dumps(message).replace(_MARK, "x"))
+
+
+def _common(first: str, second: str) -> str:
+    """What both texts begin with."""
+    length = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second))
+    return first[:length]
+
+
+def _after_mark(text: str) -> str:
+    _, found, after = text.rpartition(_MARK)
+    if not found:
+        raise ValueError("the chat template does not write answers")
+    return after
+
+
+def family(name: str, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> Any:
+    """What `renderers` has for a family of models.
+
+    Raises:
+        ConfigError: it is not installed, knows no such family, or the tokenizer is not of it.
+    """
+    try:
+        from renderers import config_from_name, create_renderer
+    except ImportError as error:
+        right = "needs the package renderers: pip install 'async-rlhf[renderers]'"
+        raise ConfigError(f"chat.renderer: got {name!r}; {right}") from error
+    try:
+        return create_renderer(tokenizer, config_from_name(name), chat_template_kwargs=dict(arguments) or None)
+    except Exception as error:  # of any kind: each family checks what it needs of a tokenizer
+        raise ConfigError(f"chat.renderer: got {name!r}, which does not fit the tokenizer: {error}") from error
