@@ -268,14 +268,14 @@ class CallParser:
         """
         if self._by_template:
             return self._parse_by_template(text, prefix)
-        thought, rest = self._split(text, prefix)
+        thought, rest = self._split(text.removesuffix(self._template.lead), prefix)
         content, calls, errors = _taken(rest, self._form, self._schemas)
         found = _message({"content": content if calls else rest}, calls, errors)
         return found | ({"reasoning_content": thought} if thought else {})
 
     def thought(self, text: str, prefix: str = "") -> Message:
         """The same where there are no tools to call."""
-        thought, rest = self._split(text, prefix)
+        thought, rest = self._split(text.removesuffix(self._template.lead), prefix)
         return _message({"content": rest} | ({"reasoning_content": thought} if thought else {}))
 
     def _split(self, text: str, prefix: str) -> tuple[str, str]:

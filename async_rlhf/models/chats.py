@@ -292,7 +292,7 @@ class ChatTemplate:
     def _ended(self, rest: str, called: bool) -> str:
         """The text of an answer without what ends it."""
         if self._closing and rest.endswith(self._closing):
-            return rest.removesuffix(self._closing)
+            return rest.removesuffix(self._closing) + self.lead
         end = self.tokenizer.decode([self.end_of_calls if called else self.end])
         ended, found, after = rest.rpartition(end)
         return ended if found and not after.strip() else rest
@@ -324,8 +324,9 @@ class ChatTemplate:
                 "follows; must keep them as they were sampled: give a tokenizer with another chat_template"
             )
         rest, spelt = after[len(calls) :], self.tokenizer.decode([stop])
-        if rest.startswith(spelt):
-            return rest.removeprefix(spelt)
+        for written in (self.lead + spelt, spelt):
+            if rest.startswith(written):
+                return rest.removeprefix(written)
         if before[len(calls) :].startswith(spelt):  # the template ends the last answer with another token than others
             return rest.removeprefix(self._first_special(rest))
         return rest
@@ -393,9 +394,15 @@ class ChatTemplate:
         if not run and self.exists:
             with suppress(*FAILURES):
                 _, _, after = self._around([_ASKED])
-                run = self._specials_at(after.lstrip())[:1]
+                run = self._specials_at(after)[:1]
         eos = self.tokenizer.eos_token
         return self.tokenizer.convert_tokens_to_ids(eos if eos in run or not run else run[0])
+
+    @cached_property
+    def lead(self) -> str:
+        """What a model writes after the text of its answer and before :attr:`end`."""
+        lead, ended, _ = self._closing.partition(self.tokenizer.decode([self.end]))
+        return lead if ended else ""
 
     @cached_property
     def end_of_calls(self) -> int:
@@ -492,8 +499,8 @@ class ChatTemplate:
             raise ConfigError(f"the chat template cannot write {' and '.join(lacks)}; {right}")
 
     def _warn(self, what: str) -> None:
-        if (self.tokenizer.name_or_path, what) not in _WARNED:
-            _WARNED.add((self.tokenizer.name_or_path, what))
+        if (str(self.tokenizer.chat_template), what) not in _WARNED:
+            _WARNED.add((str(self.tokenizer.chat_template), what))
             logger.warning("WARNING: the chat template %s", what)
 
     @cached_property

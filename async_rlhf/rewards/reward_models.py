@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,7 @@ from async_rlhf.rewards.chat import JudgeError, placed, post, told
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class _Loaded:
@@ -33,6 +34,21 @@ class _Loaded:
 
         self.model: PreTrainedModel = load_reward_model(name, device, "reward_models.models", trust=trust)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, "reward_models.models", trust=trust)
+        self.own = (Path(name) / "reward.json").is_file()
+        """Whether ``reward`` has trained it: it then reads what the policy read and wrote."""
+
+    def rows(
+        self, prompts: Sequence[str], completions: Sequence[str], chats: Sequence[Sequence[Message] | None]
+    ) -> list[tuple[int, ...]]:
+        """Tokens of each prompt with its completion; ``chats`` has the messages of prompts that are chats."""
+        from async_rlhf.data.tokenizer import Rendered, encode_prompts, encode_responses
+        from async_rlhf.models.chats import ChatTemplate
+
+        if self.own:
+            read = [p if chat is None else Rendered(p) for p, chat in zip(prompts, chats, strict=True)]
+            answers = encode_responses(ChatTemplate(self.tokenizer), completions)
+            return [a + b for a, b in zip(encode_prompts(self.tokenizer, read), answers, strict=True)]
+        return [_tokens(self.tokenizer, *each) for each in zip(prompts, completions, chats, strict=True)]
 
 
 _LOADED: WeakValueDictionary[tuple[str, str, bool], _Loaded] = WeakValueDictionary()
@@ -55,8 +71,9 @@ _LATEST = _Latest()
 class RewardModels(Checked):
     """Scores of one or several sequence-classification models with one output, each with its own tokenizer.
 
-    A model whose tokenizer has a chat template gets prompt and completion as a chat, any other one after the other. The
-    models compute in the thread of reward functions: on a CPU or a GPU of their own, beside training.
+    A model that ``reward`` has trained reads what the policy read and wrote, as it was trained. Of others, one whose
+    tokenizer has a chat template gets prompt and completion as a chat, any other one after the other. The models
+    compute in the thread of reward functions: on a CPU or a GPU of their own, beside training.
     """
 
     _group = "reward_models."
@@ -85,15 +102,18 @@ class RewardModels(Checked):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
-        asked = self.models, self.batch_size, self.device, self.trust_remote_code, [*prompts], [*completions]
+        chats = _chats_of(len(prompts), columns)
+        asked = self.models, self.batch_size, self.device, self.trust_remote_code, [*prompts], [*completions], chats
         with _LATEST.lock:  # whoever asks for the same scores at the same time waits for them
             if _LATEST.asked != asked:
-                _LATEST.asked, _LATEST.scores_MR = None, self._scores(prompts, completions)
+                _LATEST.asked, _LATEST.scores_MR = None, self._scores(prompts, completions, chats)
                 _LATEST.asked = asked
             scores_MR = _LATEST.scores_MR
         return self._together(scores_MR).tolist()
 
-    def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> Any:
+    def _scores(
+        self, prompts: Sequence[str], completions: Sequence[str], chats: Sequence[Sequence[Message] | None]
+    ) -> Any:
         """(M, R): of each model."""
         import torch
 
@@ -102,7 +122,7 @@ class RewardModels(Checked):
         found = []
         for loaded in self._loaded:
             model = loaded.model
-            rows = [_tokens(loaded.tokenizer, *each) for each in zip(prompts, completions, strict=True)]
+            rows = loaded.rows(prompts, completions, chats)
             limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             longest = max(map(len, rows))
             if limit is not None and longest > limit:
@@ -132,12 +152,22 @@ class RewardModels(Checked):
         return found
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[int, ...]:
+def _chats_of(count: int, columns: Mapping[str, Any]) -> list[Sequence[Message] | None]:
+    """The messages of each prompt that is a chat."""
+    whole, said = columns.get("messages"), columns.get("completion_messages")
+    if whole is None or said is None:
+        return [None] * count
+    return [chat[: len(chat) - len(answer)] or None for chat, answer in zip(whole, said, strict=True)]
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, chat: Sequence[Message] | None
+) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         tokens, end = tokenizer.encode(prompt + completion), tokenizer.eos_token_id
         return (*tokens, end) if tokens[-1:] != [end] else tuple(tokens)  # some tokenizers add it
-    chat = [*_messages(prompt), {"role": "assistant", "content": completion}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    whole = [*(chat or _messages(prompt)), {"role": "assistant", "content": completion}]
+    text = tokenizer.apply_chat_template(whole, tokenize=False)
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -240,15 +240,17 @@ class Scorer:
         return _Judged(by_model_R, by_functions, time.monotonic() - started)
 
     def _messages(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, list[Any]]:
-        """Prompts and completions as messages, for functions; nothing where neither chats nor episodes are."""
+        """For functions, each conversation, and what of it comes after the prompt; nothing where neither chats nor
+        episodes are.
+        """
         if all(prompt.messages is None for prompt in prompts) and all(sample.messages is None for sample in samples):
             return {}
-        asked = [None if prompt.messages is None else [*map(dict, prompt.messages)] for prompt in prompts]
         said = [
             list(sample.messages) if sample.messages is not None else [self._message(prompt, sample)]
             for prompt, sample in zip(prompts, samples, strict=True)
         ]
-        return {"messages": asked, "completion_messages": said}
+        asked = [[*map(dict, prompt.messages or ())] for prompt in prompts]
+        return {"messages": [[*a, *b] for a, b in zip(asked, said, strict=True)], "completion_messages": said}
 
     def _message(self, prompt: Prompt, sample: Sample) -> Message:
         """What the policy said, in an answer without an episode."""

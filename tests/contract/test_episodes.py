@@ -244,8 +244,8 @@ def test_reward_functions_get_the_messages_and_the_metrics(tmp_path, tokenizer, 
     seen = []
 
     def reward(prompts, completions, messages, completion_messages, metrics, name, **columns):
-        assert messages == [None] * len(prompts)  # the prompts are texts
-        seen.extend(zip(completion_messages, metrics, strict=True))
+        assert messages == completion_messages  # the prompts are texts
+        seen.extend(zip(messages, metrics, strict=True))
         return [one["turns"] for one in metrics]
 
     args = episode_args(tmp_path, total_episodes=8)

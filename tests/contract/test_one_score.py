@@ -1,0 +1,120 @@
+"""One prompt with one completion has one score, bit for bit, wherever a reward model reads it; and what sft learns is
+what sampling stops at.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import byte_tokenizer, new_policy, new_reward_model
+from transformers import GenerationConfig
+
+from async_rlhf import OnlineDPOConfig
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.ratings import encode_ratings
+from async_rlhf.commands.relabel import relabel
+from async_rlhf.commands.reward import encode_pairs
+from async_rlhf.commands.sft import encode_rows
+from async_rlhf.data.formats import MESSAGES
+from async_rlhf.data.stream import PromptStream
+from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.models.forward import score_rows
+from async_rlhf.models.loading import load_reward_model, load_tokenizer, stop_token_ids
+from async_rlhf.rewards.reward_models import reward_models
+from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.types import Batch, Group, Sample
+
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}END\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+KINDS = {
+    "eos ends a turn": CHATML.replace("END", "<eos>"),
+    "another token does": CHATML.replace("END", "<|end|>"),
+    "two stand together": CHATML.replace("END", "<|end|><eos>"),
+    "none does": CHATML.replace("END", ""),
+    "no template": None,
+}
+COMPLETIONS = ["21", "2<eos>1", " odd\n", ""]
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, tmp_path):
+    """A reward model as ``reward`` leaves it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|end|>", "<|start|>"], special_tokens=True)
+    tokenizer.chat_template = KINDS[request.param]
+    new_reward_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+    (tmp_path / "rm" / "reward.json").write_text(json.dumps({"stage": "reward"}))
+    return str(tmp_path / "rm")
+
+
+def answers(tokenizer, prompt, stops) -> list[tuple[str, Sample]]:
+    """Each completion, ended by each token that ends one."""
+    found = []
+    for text in COMPLETIONS:
+        for stop in stops:
+            tokens = [*tokenizer.encode(text), stop]
+            zeros = [0] * len(tokens)
+            found.append((text, Sample.answer(prompt.tokens, tokens, zeros, zeros, "stop")))
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_one_score_everywhere(folder, form):
+    tokenizer = load_tokenizer(folder)
+    chat, model = ChatTemplate(tokenizer), load_reward_model(folder)
+    if form == "chat" and not chat.exists:
+        return
+    asked = "17+4?" if form == "text" else [{"role": "user", "content": "17+4?"}]
+    (prompt,) = PromptStream([{"query": asked}], tokenizer, shuffle=False).batch(1, 1)
+    policy = new_policy(vocab_size=len(tokenizer))
+    policy.generation_config = GenerationConfig(eos_token_id=[256, 258])  # <eos> and <|end|>
+    stops = stop_token_ids(policy, tokenizer)
+    assert set(stops) == {256, 258}
+    texts, samples = zip(*answers(tokenizer, prompt, stops), strict=True)
+    args = OnlineDPOConfig(annotate_batch_size=1, non_eos_penalty=False)
+    scored = Scorer(tokenizer, args, model)(Batch(1, 0, (Group(prompt, samples),), 0.0))
+    trained = scored.scores_PK[0]
+    judge = RewardJudge(folder, [], 1, "cpu")
+    query = prompt.columns["query"]
+    assert torch.equal(
+        torch.tensor(judge([query] * len(texts), [{}] * len(texts), texts, [True] * len(texts))), trained
+    )
+    known = {} if prompt.messages is None else {MESSAGES: prompt.messages}
+    rows = [{"prompt": str(query), **known, "chosen": text, "rejected": text + "x"} for text in texts]
+    written, _ = relabel(rows, judge, "data")
+    relabelled = [row["rejected_score" if row["swapped"] else "chosen_score"] for row in written]
+    assert torch.equal(torch.tensor(relabelled), trained)
+    pairs, _ = encode_pairs(rows, chat, 96, "train")
+    assert torch.equal(score_rows(model, [pair.chosen for pair in pairs], 1), trained)
+    rated = [{"prompt": row["prompt"], **known, "completion": row["chosen"], "score": n} for n, row in enumerate(rows)]
+    ratings, _ = encode_ratings(rated, chat, "score", 96, "train")
+    assert torch.equal(score_rows(model, [row.tokens for row in ratings], 1), trained)
+    said = [[{"role": "assistant", "content": text}] for text in texts]
+    whole = [[*(prompt.messages or ()), *each] for each in said]
+    columns = {} if prompt.messages is None else {"messages": whole, "completion_messages": said}
+    built_in = reward_models(models=[folder], batch_size=1)([query] * len(texts), list(texts), **columns)
+    assert torch.equal(torch.tensor(built_in).float(), trained)
+    assert len(set(trained.tolist())) == len(COMPLETIONS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_sft_learns_what_sampling_stops_at(folder, form):
+    tokenizer = load_tokenizer(folder)
+    chat = ChatTemplate(tokenizer)
+    if form == "chat" and not chat.exists:
+        return
+    asked = "17+4?" if form == "text" else [{"role": "user", "content": "17+4?"}]
+    (prompt,) = PromptStream([{"query": asked}], tokenizer, shuffle=False).batch(1, 1)
+    (row,), _ = encode_rows([{"prompt": asked, "completion": "21"}], chat, True, 96, "train")
+    assert row.tokens[: row.start] == prompt.tokens
+    *said, end = row.tokens[row.start :]
+    assert end in stop_token_ids(new_policy(vocab_size=len(tokenizer)), tokenizer)
+    inner = "<|end|>" if "<|end|><eos>" in str(tokenizer.chat_template) and form == "chat" else ""
+    assert tokenizer.decode(said) == "21" + inner
