@@ -534,7 +534,7 @@ class ChatTemplate:
             system: Message = {"role": "system", "content": self.config.system}
             chat = [_formed(system, form), *chat]
         if self.config.renderer is not None:
-            schemas = [dict(tool.get("function", tool)) for tool in tools] or None
+            schemas = [dict(tool) for tool in tools] or None
             ids = self._family.render_ids(chat, tools=schemas, add_generation_prompt=prompt)
             return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         given: dict[str, Any] = {"strftime_now": self.now.strftime, **self.setting.arguments}

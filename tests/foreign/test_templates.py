@@ -13,6 +13,7 @@ from conftest import CACHE, beside
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.common import ChatConfig
 from async_rlhf.data.calls import CallParser
 from async_rlhf.data.formats import RowReader
 from async_rlhf.models.chats import ChatTemplate, Setting
@@ -134,3 +135,28 @@ def test_templates_of_real_models(capsys):
         for column, found in counted.items():
             print(f"{column}: {found['right']} right, {found['refused']} refused")
     assert {column: (found["right"], found["refused"]) for column, found in counted.items()} == EXPECTED
+
+
+def test_a_family_of_renderers_writes_what_its_template_does():
+    beside("trl", TRL)
+    needs = ("openai>=1.108", "openai-harmony", "prime-pydantic-config", "tiktoken", "jiter", "sniffio", "distro")
+    beside("renderers", "renderers==0.1.12", *needs)
+    template = (CACHE / "trl" / "trl" / "chat_templates" / "qwen3_5_think.jinja").read_text(encoding="utf-8")
+    tokenizer = tokenizer_of(template)
+    vision = ("image_pad", "video_pad", "vision_start", "vision_end", "im_start", "im_end", "endoftext")
+    names = [*(f"<|{name}|>" for name in vision), "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    tokenizer.add_tokens(names, special_tokens=True)
+    by_template = ChatTemplate(tokenizer, setting=Setting(TOOLS))
+    without = tokenizer_of(template)
+    without.add_tokens(names, special_tokens=True)
+    without.chat_template = None
+    family = ChatTemplate(without, ChatConfig(renderer="qwen3.5"), setting=Setting(TOOLS))
+    for answer in (ANSWER, THOUGHT, CALLED):
+        assert family.prompt([ASKED]) == by_template.prompt([ASKED])
+        assert family.answer([ASKED], answer) == by_template.answer([ASKED], answer)
+    assert family.ends == by_template.ends
+    assert family.between([REPLY], family.end) == by_template.between([REPLY], by_template.end)
+    said = CallParser(without, TOOLS, family).parse(family.answer([ASKED], CALLED), family.prompt([ASKED]))
+    assert [call["function"] for call in said["tool_calls"]] == [CALL]
+    with pytest.raises(ConfigError, match=r"chat.renderer: got 'qwen9'"):
+        ChatTemplate(without, ChatConfig(renderer="qwen9")).prompt([ASKED])
