@@ -271,16 +271,16 @@ class RewardConfig(StageConfig):
 class RelabelConfig(RewardedConfig, SharedWorkConfig):
     """Preference pairs labelled anew by a gold reward: ``async-rlhf relabel``. Rows as for ``reward``."""
 
-    data: str
+    data: str = key(REQUIRED, main="data and models")
     """A .jsonl, .json, .parquet or .csv file, a folder, or a name on the hub."""
-    output_dir: str = key(REQUIRED, FOLDER, role="place")
+    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
     """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name this folder."""
-    splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE)
+    splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE, main="data and models")
     """Splits of the data; a file has one, under the name given here."""
-    reward_tokenizer: str | None = None
+    reward_tokenizer: str | None = key(None, main="judging")
     """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
     its template turns into text."""
-    keep_ties: bool = False
+    keep_ties: bool = key(False, main="judging")
     """Keep pairs of equal scores unchanged; false drops them. They are counted either way."""
     batch_size: int = key(32, at_least(1))
     """Rows of one pass of the reward model."""

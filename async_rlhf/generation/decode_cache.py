@@ -97,6 +97,30 @@ def _with_room(parts: Sequence[Tensor], repeats: int, filled: int) -> Tensor:
     return room.flatten(0, 1)
 
 
+class TokenCache:
+    """The tokens of the rows being decoded, for models whose own cache cannot be used: each step computes them anew."""
+
+    def __init__(self) -> None:
+        self.layers = [self]
+        self._tokens_BT: Tensor | None = None
+
+    is_initialized = False
+    """As layers that stay as they are."""
+
+    def extended(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        """All tokens so far with these, and rows of so many tokens at the left, padded on the right: (B, T)."""
+        before = [] if self._tokens_BT is None else [self._tokens_BT]
+        self._tokens_BT = all_BT = torch.cat([*before, tokens_BT], dim=1)
+        places_T = torch.arange(all_BT.shape[1], device=all_BT.device)
+        places_BT = places_T + (all_BT.shape[1] - lengths_B[:, None])
+        return all_BT.gather(1, places_BT.clamp(max=all_BT.shape[1] - 1))[:, : int(lengths_B.max())]
+
+    def reorder_cache(self, order_B: Tensor) -> None:
+        """Keep these rows, in this order."""
+        assert self._tokens_BT is not None
+        self._tokens_BT = self._tokens_BT[order_B]
+
+
 @dataclass
 class Past:
     """What a cache had of one row when it ended; used once."""

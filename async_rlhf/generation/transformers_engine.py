@@ -7,6 +7,7 @@ logit in order to return log-probabilities, and goes on computing rows that have
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from async_rlhf.config.base import require
 from async_rlhf.generation import decode_cache
 from async_rlhf.generation.audit import probe_logprobs
 from async_rlhf.generation.decode_cache import Past
@@ -29,6 +31,8 @@ from async_rlhf.models.truncation import truncated
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.types import Answer, FinishReason, Prompt, Sample, Turn
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Prompt tokens in one forward pass, padding included: few enough for the activations to fit a CPU's caches, enough to
@@ -77,8 +81,12 @@ class TransformersEngine:
         self.occupancy = Occupancy()
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
-        self.adds_rows = decode_cache.only_grows(DynamicCache(config=model.config))
+        takes_cache = "past_key_values" in accepted
+        self.adds_rows = takes_cache and decode_cache.only_grows(DynamicCache(config=model.config))
         """Whether rows can be added to a cache."""
+        self._computes_anew: bool | None = not takes_cache or (False if self.adds_rows else None)
+        """Whether no cache can be used; None if that has not been tried yet."""
+        self._told = False
         self.routes: list[Tensor] = []
         """Where the tokens that were computed last were sent, if ``params`` ask for it: of each row (T, L, E), padding
         left out."""
@@ -166,6 +174,11 @@ class TransformersEngine:
         Returns:
             Logits (B, V) for the next token, and the cache of these tokens.
         """
+        if self._computes_anew is None:
+            self._computes_anew = not self._cache_is_right()
+        if self._computes_anew and not self._told:
+            self._told = True
+            logger.warning("WARNING: the model's cache cannot be used here; each token computes its row anew, slowly")
         device = self.device
         lengths = [len(row) for row in rows]
         longest = max(lengths)
@@ -186,7 +199,7 @@ class TransformersEngine:
         for first in range(0, len(rows), at_once):
             part = slice(first, first + at_once)
             columns, fed = max(lengths[part]), max(new[part])
-            caches.append(DynamicCache(config=self.model.config))
+            caches.append(decode_cache.TokenCache() if self._computes_anew else DynamicCache(config=self.model.config))
             decode_cache.go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])
             inputs = tokens_PT[part, -fed:], mask_PT[part, -columns:], positions_PT[part, -fed:]
             logits.append(self._forward(*inputs, caches[-1], **self._prefill_options))
@@ -195,6 +208,24 @@ class TransformersEngine:
         for past in known:
             past.layers = []
         return torch.cat(logits).repeat_interleave(samples, dim=0), decode_cache.join(caches, len(rows), samples)
+
+    def _cache_is_right(self) -> bool:
+        """Whether two rows, one of them padded, have the logits with transformers' cache that they have without."""
+        params, self.params = self.params, replace(self.params, routes=None)
+        tokens_BT = torch.tensor([[1, 2, 3], [0, 4, 5]], device=self.device)
+        mask_BT = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]], device=self.device)
+        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
+        found = []
+        try:
+            for cache in (decode_cache.TokenCache(), DynamicCache(config=self.model.config)):
+                self._forward(tokens_BT, mask_BT[:, :3], positions_BT[:, :3], cache)
+                found.append(self._forward(tokens_BT[:, 1:2], mask_BT, positions_BT[:, 3:], cache).float())
+        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):  # models have ways of their own
+            return False
+        finally:
+            self.params = params
+        exact = self.autocast is None and self.model.dtype == torch.float32
+        return bool((found[0] - found[1]).abs().max() <= (1e-4 if exact else 0.05) * found[0].abs().max())
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
         """Logits (B, V) after one more token of each row.
@@ -213,6 +244,8 @@ class TransformersEngine:
         self, tokens_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: DynamicCache, **options: int
     ) -> Tensor:
         """Logits (B, V) after the last of the given tokens, which are added to the cache."""
+        if isinstance(cache, decode_cache.TokenCache):
+            return self._anew(cache.extended(tokens_BT, mask_BT.sum(dim=1)), mask_BT.sum(dim=1))
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT
@@ -221,6 +254,13 @@ class TransformersEngine:
             output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
         self.routes = [row_TLE for routes_NLE in found for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
         return output.logits[:, -1]
+
+    def _anew(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        """Logits (B, V) after whole rows, padded on the right."""
+        require(self.params.routes is None, "router_replay", True, "must be false: this model's cache cannot be used")
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
+        return logits_BTV[torch.arange(len(tokens_BT), device=tokens_BT.device), lengths_B - 1]
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -379,15 +379,52 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeni
 
 def disable_dropout(model: Model) -> Model:
     """Set every dropout probability to 0, so that training and evaluation mode compute the same."""
-    names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "dropout")
     holders: list[Any] = [getattr(model, "config", None), *model.modules()]
     for holder in holders:
         if isinstance(holder, nn.Dropout):
             holder.p = 0.0
-        for name in names:  # attention keeps its own copy of the number
-            if isinstance(getattr(holder, name, None), float):
+        for name, value in list(getattr(holder, "__dict__", {}).items()):  # modules keep their own copies of numbers
+            if isinstance(value, float) and ("drop" in name or name.endswith("pdrop")):
                 setattr(holder, name, 0.0)
     return model
+
+
+@torch.no_grad()
+def require_repeatable(model: PreTrainedModel, key: str) -> None:
+    """Require that two passes of a model in training mode compute the same: whatever it draws would be noise in every
+    ratio of probabilities.
+
+    Raises:
+        ConfigError: they do not; names the first module whose outputs differ.
+    """
+    tokens_BT = torch.arange(1, 9, device=model.device).remainder(model.get_input_embeddings().num_embeddings)[None]
+    passes: list[dict[str, Tensor]] = []
+    modules = {module: name for name, module in model.named_modules() if not list(module.children())}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, Tensor):
+            passes[-1].setdefault(modules[module], output)
+
+    training = model.training
+    with ExitStack() as stack:
+        stack.callback(model.train, training)
+        for module in modules:
+            stack.callback(module.register_forward_hook(note).remove)
+        model.train()
+        first, second = (_noted(model, tokens_BT, passes) for _ in range(2))
+    if torch.allclose(first, second, rtol=1e-2, atol=1e-3, equal_nan=True):
+        return
+    before, after = passes
+    moved = (name for name in before if name in after and not torch.equal(before[name], after[name]))
+    right = "must compute without random numbers: set its dropout or noise to 0 in config.json"
+    where = next(moved, next(iter(before)))
+    raise ConfigError(f"{key}: two passes in training mode differ, first in its module {where!r}; {right}")
+
+
+def _noted(model: PreTrainedModel, tokens_BT: Tensor, passes: list[dict[str, Tensor]]) -> Tensor:
+    passes.append({})
+    return model(input_ids=tokens_BT, use_cache=False).logits.float()
 
 
 def in_float32(model: PreTrainedModel) -> PreTrainedModel:

@@ -45,11 +45,13 @@ from async_rlhf.models.gpu_defaults import with_gpu_defaults
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
+    disable_dropout,
     frozen_checksum,
     in_float32,
     load_in_four_bits,
     load_policy,
     require_alike,
+    require_repeatable,
     reward_model_for,
     stop_token_ids,
     tokenizer_for,
@@ -57,6 +59,7 @@ from async_rlhf.models.loading import (
 from async_rlhf.models.packing import require_heads
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.routing import require_routers, route_shape
+from async_rlhf.models.sharded_loading import is_on_meta
 from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.rewards.scorer import Scorer, metric_names
@@ -272,6 +275,8 @@ def _build(
     legible = parallel.takes_shards or resumed is None or not resumed.sharded
     require(legible, "parallel.strategy", config.parallel.strategy, right)
     models = _load_models(config, algorithm, inputs, chat, parallel, device)
+    if not is_on_meta(models.policy):
+        require_repeatable(disable_dropout(models.policy), "model")
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
     record = inputs.record or of_python(config, algorithm.name, inputs)  # as asked for
     frozen = _frozen(config, algorithm, models, device)
