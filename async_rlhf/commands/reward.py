@@ -93,8 +93,8 @@ def _task(config: RewardConfig, on_meta: bool) -> Task:
 
 def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
     """Training and held-out rows, and whether they are rated; checked before any model is loaded."""
-    rows, heldout = load_stage_rows(config)
     field = config.score_field
+    rows, heldout = load_stage_rows(config, numbers=[field])
     rated = is_rated(rows, field)
     if rated:
         require_different(read_ratings(rows, field, "train"), field, "train")

@@ -87,10 +87,10 @@ def demonstration_rows(examples: Sequence[EncodedRow]) -> Experience:
     return given_rows(examples, [row.targets for row in examples])
 
 
-def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
-    """Training rows, and those of a file of held-out rows, if there is one."""
-    rows = load_rows(config.train, config.train_split, key="train")
-    return rows, load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+def load_stage_rows(config: StageConfig, numbers: Sequence[str] = ()) -> tuple[Rows, Rows | None]:
+    """Training rows, and those of a file of held-out rows, if there is one; ``numbers`` are columns of numbers."""
+    rows = load_rows(config.train, config.train_split, numbers=numbers, key="train")
+    return rows, load_rows(config.eval, config.eval_split, numbers=numbers, key="eval") if config.eval else None
 
 
 def divided(config: StageConfig, rows: Rows, heldout: Rows | None) -> tuple[Rows, Rows | None, int]:
