@@ -16,6 +16,7 @@ import async_rlhf
 from async_rlhf.commands.table import COMMANDS, function_of, import_attribute
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
+from async_rlhf.config.names import check_names
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
 from async_rlhf.system.errors import DiffersError, UserCodeError
@@ -84,6 +85,7 @@ def _run(name: str, words: list[str]) -> int:
         if dry_run:
             print(text + _derived(config))
             return 0
+        check_names((config, ""))
         function_of(name)(config)
     except KeyboardInterrupt:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)

@@ -16,13 +16,14 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.table import function_of
 from async_rlhf.config import ConfigError
+from async_rlhf.config.names import check_source
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
 from async_rlhf.generation.episodes.spec import named
 from async_rlhf.generation.placement import threads_side_by_side
-from async_rlhf.models.loading import check_source, load_tokenizer
+from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.build import Start, begin
 from async_rlhf.run.config import DataConfig, RunConfig

@@ -36,6 +36,7 @@ from async_rlhf.commands.evaluation.likelihood import EncodedRow, row_tensors
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted, may_change
+from async_rlhf.config.names import check_integrations
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.data.views import Examples
@@ -54,7 +55,6 @@ from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
 from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
 from async_rlhf.run.loop import Loop
 from async_rlhf.run.manifest import delete_whole, stranger_in
-from async_rlhf.run.trackers import check_integrations
 from async_rlhf.system.log import JsonLines
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.names import TEXT_FILES, find_data
 from async_rlhf.data.cache import checksum_of
 from async_rlhf.data.files import each_row, read_file
 from async_rlhf.data.views import RowView, joined
-from async_rlhf.system.hub import is_path, why_nowhere
 
 Rows = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-_TEXT = (".jsonl", ".json", ".csv")
-_SUFFIXES = (*_TEXT, ".parquet")
 
 
 def load_rows(
@@ -36,7 +34,7 @@ def load_rows(
     Raises:
         ConfigError: the source does not exist, cannot be read or is empty, or a column is missing.
     """
-    path = _find(source, split, key)
+    path = find_data(source, split, key)
     rows: Rows = _load(path, source, split, key, lambda files: joined([read_file(one, key, numbers) for one in files]))
     if len(rows) == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
@@ -55,7 +53,7 @@ def stream_rows(source: str, split: str = "train", *, key: str = "data") -> Iter
     Raises:
         ConfigError: the source does not exist or cannot be read.
     """
-    path = _find(source, split, key)
+    path = find_data(source, split, key)
     return _load(path, source, split, key, lambda files: _Files(files, key), streaming=True)
 
 
@@ -68,20 +66,6 @@ class _Files:
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return chain.from_iterable(each_row(path, self.key) for path in self.paths)
-
-
-def _find(source: str, split: str, key: str) -> Path:
-    """The file or folder that a source names; a path that does not exist for a hub name."""
-    path = Path(source).expanduser()
-    files = [path / f"{split}{suffix}" for suffix in _SUFFIXES]
-    path = next((file for file in files if file.is_file()), path)
-    if path.suffix in _SUFFIXES and not path.is_file():
-        raise ConfigError(f"{key}: got {source!r}; there is no such file")
-    if is_path(source) and not path.exists():
-        raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
-    if not path.exists() and (why := why_nowhere(source.partition(":")[0], "dataset")) is not None:
-        raise ConfigError(f"{key}: got {source!r}; {why}; must be a file, a folder, or a name on the hub")
-    return path
 
 
 def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
@@ -107,8 +91,8 @@ def _load(
 ) -> Any:
     """What ``read`` makes of JSON and CSV files; datasets, which would guess their types, reads all else."""
     if path.is_file() and path.stat().st_size == 0:
-        raise ConfigError(f"{key}: {source!r} is an empty file; must have at least one row")
-    if path.suffix in _TEXT:
+        raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
+    if path.suffix in TEXT_FILES:
         return read([path])
 
     from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk

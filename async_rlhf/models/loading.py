@@ -25,12 +25,12 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
+from async_rlhf.config.names import check_source, with_revision
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
-from async_rlhf.system.hub import is_path, why_nowhere
 
 SMALL = 10**9
 """Bytes of a model that is loaded or saved within seconds, and needs no bar."""
@@ -69,34 +69,6 @@ Model = TypeVar("Model", bound=nn.Module)
 def default_device() -> torch.device:
     """The first GPU, or the CPU."""
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def with_revision(name: str) -> tuple[str, str | None]:
-    """A hub name such as "owner/model@revision" as name and revision; a folder, and a name without one, as it is.
-
-    A revision is a branch, a tag or a commit of the repository.
-    """
-    model, at, revision = name.rpartition("@")
-    if not at or Path(name).expanduser().is_dir():
-        return name, None
-    return model, revision
-
-
-def check_source(name: str | None, key: str) -> None:
-    """Require a name to be that of a folder, or one that the hub may have, maybe with a revision.
-
-    Raises:
-        ConfigError: it can only be a folder's, and there is none; or it has an empty revision.
-    """
-    if name is None or Path(name).expanduser().is_dir():
-        return
-    hub_name, revision = with_revision(name)
-    require(revision != "", key, name, "must have a branch, a tag or a commit after the @")
-    right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
-    if Path(name).expanduser().exists():
-        raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
-    require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {right}")
-    require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {right}")
 
 
 def brings_code(kind: type) -> bool:

@@ -20,6 +20,7 @@ from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
+from async_rlhf.config.names import check_integrations
 from async_rlhf.config.rewards import check_bits, check_rewards
 from async_rlhf.data.curriculum import Curriculum
 from async_rlhf.data.loading import Rows
@@ -66,7 +67,6 @@ from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, 
 from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
-from async_rlhf.run.trackers import check_integrations
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
 from async_rlhf.system.random_state import seed_all

@@ -14,7 +14,7 @@ import pytest
 from tiny import byte_tokenizer, count_letters
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
-from async_rlhf import GenerationConfig, GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
+from async_rlhf import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.config import ConfigError, GroupConfig, engines
 from async_rlhf.config.parsing import parse
@@ -498,16 +498,12 @@ def test_a_full_disk_ends_the_run_with_what_was_written_intact(files):
     assert [json.loads(line)["batch"] for line in lines] == list(range(1, 9))
 
 
-def test_an_unwritable_output_dir_is_named(make_policy, tokenizer, prompts, tmp_path):
+def test_an_unwritable_output_dir_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    args = OnlineDPOConfig(
-        output_dir=str(tmp_path / "file" / "run"),
-        total_episodes=8,
-        max_prompt_length=32,
-        generation=GenerationConfig(response_length=8),
-    )
+    with pytest.raises(ConfigError, match=r"output_dir: got .*file/run'; is inside a file; must be in a folder"):
+        OnlineDPOConfig(output_dir=str(tmp_path / "file" / "run"), total_episodes=8)
     with pytest.raises(ConfigError, match="output_dir: '/proc' cannot be written to"):
         hold_folder(Path("/proc"))  # where even root can make no file
     with pytest.raises(ConfigError, match=r"output_dir: .*file/run' cannot be made"):
-        OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        hold_folder(tmp_path / "file" / "run")
     assert os.listdir(tmp_path) == ["file"]
