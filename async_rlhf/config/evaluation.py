@@ -79,7 +79,7 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
     """A folder or hub name: KL and perplexity are taken under this model instead."""
     judge: JudgeConfig = key(JudgeConfig)
     """A language model that compares completions, in place of a gold reward."""
-    reward_tokenizer: str | None = key(None, names="model")
+    reward_tokenizer: str | None = key(None, names="source")
     """Tokenizer of the reward model; null takes the one saved with it."""
     penalties: Literal["training"] | None = None
     """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for

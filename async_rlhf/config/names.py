@@ -4,6 +4,7 @@ before it loads torch, so that a misspelt one is an error at once.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -75,6 +76,45 @@ def check_source(name: str | None, key: str) -> None:
         raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
     require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {right}")
     require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {right}")
+
+
+def check_folder(name: str, key: str) -> None:
+    """Require of a folder that it holds a model, or adapters of one that is there.
+
+    Raises:
+        ConfigError: says what it lacks.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        base = base_of(folder)
+        require(base is not None, key, name, "the folder has no config.json; must be a folder with a model")
+        found = f"{key}: got {name!r}, which has only adapters of {base!r}"
+        right = "must be a whole model, or adapters whose adapter_config.json says where theirs is"
+        require(bool(base), key, name, f"the folder has only adapters, and their base is unknown; {right}")
+        try:
+            _check_model(str(base), "base_model_name_or_path")
+        except ConfigError as error:
+            raise ConfigError(f"{found}: {error}; {right}") from None
+    elif not any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin")):
+        raise ConfigError(f"{key}: got {name!r}; the folder has no weights; must have model.safetensors, or its parts")
+
+
+def base_of(folder: Path) -> str | None:
+    """The model that the adapters in a folder are for, "" if they do not say; None if there are none."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text("utf-8")).get("base_model_name_or_path") or "")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{str(file)!r} is no JSON object: {error}") from error
+
+
+def _check_model(name: str, key: str) -> None:
+    check_source(name, key)
+    check_folder(name, key)
 
 
 def find_data(source: str, split: str, key: str) -> Path:
@@ -160,7 +200,8 @@ _CHECKS: Mapping[str, Callable[[str, str], None]] = {
     "run or file": _there("file or folder", Path.exists, "; must be a run's output folder, or the YAML file of one"),
     "template": _check_template,
     "function": _check_function,
-    "model": check_source,
+    "source": check_source,
+    "model": _check_model,
     "data": lambda name, key: (find_data(name, "train", key), None)[1],
 }
 """What looks for each kind of name, those that may ask the hub last."""

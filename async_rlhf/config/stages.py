@@ -171,7 +171,7 @@ class SFTConfig(StageConfig):
     a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
     """Architecture and size of the new model."""
-    tokenizer: str | None = key(None, names="model")
+    tokenizer: str | None = key(None, names="source")
     """The new model's tokenizer, a folder or a name on the hub; null trains one on the stage's texts."""
     chat_template: str | None = key(None, Rule(lambda text: text.strip() != "", "must not be empty"), names="template")
     """How chats become text: "chatml", a Jinja file, or Jinja text; null takes the tokenizer's. Its special tokens are
@@ -287,7 +287,7 @@ class RelabelConfig(RewardedConfig, SharedWorkConfig):
     """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name this folder."""
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE)
     """Splits of the data; a file has one, under the name given here."""
-    reward_tokenizer: str | None = key(None, names="model")
+    reward_tokenizer: str | None = key(None, names="source")
     """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
     its template turns into text."""
     keep_ties: bool = False

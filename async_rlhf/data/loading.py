@@ -68,14 +68,39 @@ class _Files:
         return chain.from_iterable(each_row(path, self.key) for path in self.paths)
 
 
-def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
-    """Require the given columns in every row, with a value."""
+def check_columns(
+    rows: Rows | Iterable[Mapping[str, Any]], columns: Sequence[str], key: str, source: str = "the data set"
+) -> None:
+    """Require rows, and the given columns in every row, with a value.
+
+    Raises:
+        ConfigError: a column is missing or null, or these are no rows.
+    """
+    is_frame = not hasattr(rows, "column_names") and (hasattr(rows, "to_dict") or hasattr(rows, "to_dicts"))
+    if isinstance(rows, Mapping) or is_frame:
+        frame = "; of a frame give datasets.Dataset.from_pandas(frame), or frame.to_dict('records')" if is_frame else ""
+        right = f"must be a list of rows, or one split of a data set{frame}"
+        raise ConfigError(f"{key}: got a {type(rows).__name__}; {right}")
     columns = [column for column in columns if not _has_all(rows, column)]
     for number, row in enumerate(rows if columns else ()):
         for column in columns:
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{key}: row {number + 1} of {source!r} is a {type(row).__name__}; must be a mapping")
             if row.get(column) is None:
-                found = f"has null as {column!r}" if column in row else f"has no {column!r}"
-                raise ConfigError(f"{key}: row {number + 1} of {source!r} {found}; it has {', '.join(map(repr, row))}")
+                raise ConfigError(f"{key}: row {number + 1} of {source!r} {lacks(row, column)}")
+
+
+def lacks(row: Mapping[str, Any], column: str) -> str:
+    """What is wrong with a row that has no value in a column, for errors."""
+    found = f"has null as {column!r}" if column in row else f"has no {column!r}"
+    return f"{found}; it has {', '.join(map(repr, row))}"
+
+
+def columns_of(row: Mapping[str, Any]) -> str:
+    """The columns of a row, for errors: those that are null say so."""
+    filled = [repr(name) for name, value in row.items() if value is not None]
+    nulls = [f"null as {name!r}" for name, value in row.items() if value is None]
+    return ", ".join([*filled, *nulls])
 
 
 def _has_all(rows: Rows, column: str) -> bool:

@@ -25,13 +25,14 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.config.names import check_source, with_revision
+from async_rlhf.config.names import base_of, check_folder, check_source, with_revision
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 SMALL = 10**9
 """Bytes of a model that is loaded or saved within seconds, and needs no bar."""
 
@@ -112,16 +113,20 @@ def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> Pre
     Raises:
         ConfigError: there is none, or it has no end-of-sequence token, or it brings code that is not trusted.
     """
+    folder = Path(name).expanduser()
+    found, right = f"{key}: no tokenizer could be loaded from {name!r}", "must be a folder with tokenizer files"
+    if folder.is_dir() and not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
+        adapters = f"; the folder has only adapters, of {base!r}" if (base := base_of(folder)) else ""
+        raise ConfigError(f"{found}; it has none{adapters}; {right} beside the model")
     try:
         tokenizer = from_pretrained(AutoTokenizer, name, key, trust)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
+        raise ConfigError(f"{found}: {error}") from error
     # From a folder with only a model, transformers makes a tokenizer without a vocabulary.
     if not tokenizer.encode("a", add_special_tokens=False):
-        right = "must be a folder with tokenizer files beside the model"
-        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}; it has none; {right}")
+        raise ConfigError(f"{found}; it has none; {right} beside the model")
     return check_tokenizer(tokenizer)
 
 
@@ -199,7 +204,13 @@ def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> Pre
     """Require the head that scores are read from."""
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; must be a decoder model with one")
+    scores = getattr(model.score, "out_features", 1)
+    require(scores == 1, key, model.config.name_or_path or type(model).__name__, _one_score(scores))
     return model
+
+
+def _one_score(labels: int) -> str:
+    return f"it gives each text {labels} numbers (num_labels); must be a model that gives one, its score"
 
 
 def reward_model_for(
@@ -223,6 +234,7 @@ def reward_model_for(
 def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **options: Any) -> PreTrainedModel:
     """A complete model, in float32 unless said otherwise: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
+    check_folder(name, key)
     try:
         found = _load_unread(kind, name, key, trust, **options) if on_meta else None
         options = {"dtype": torch.float32, "output_loading_info": True, **options}
@@ -230,6 +242,9 @@ def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if kind is not AutoModelForCausalLM and "ignore_mismatched_sizes" in str(error):
+            labels = from_pretrained(AutoConfig, name, key, trust).num_labels
+            require(labels == 1, key, name, _one_score(labels))
         raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])

@@ -59,10 +59,10 @@ class RunConfig(Checked):
     the policy by an OpenAI-compatible endpoint and returns a reward."""
     ref_model: str | None = key(None, names="model")
     """The reference policy; null takes the policy's starting weights."""
-    value_model: str | None = key(None, names="model")
+    value_model: str | None = key(None, names="source")
     """The value model that PPO starts from, such as the value_model folder of an earlier run's checkpoint; null takes
     the reward model."""
-    tokenizer: str | None = key(None, names="model")
+    tokenizer: str | None = key(None, names="source")
     """The tokenizer, a folder or a name on the hub; null takes the policy's."""
     callbacks: list[str] = key([], names="function")
     """transformers' callbacks as "module:Class" or "file.py:Class"."""

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas
+import peft
 import pytest
-from tiny import byte_tokenizer, count_letters
+from datasets import Dataset, DatasetDict
+from tiny import byte_tokenizer, count_letters, new_reward_model
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.config import ConfigError, GroupConfig, engines
+from async_rlhf.config import ConfigError, GroupConfig, SFTConfig, engines
+from async_rlhf.config.names import check_names
 from async_rlhf.config.parsing import parse
-from async_rlhf.models.loading import load_policy, load_reward_model
+from async_rlhf.data.formats import RowReader, first_words
+from async_rlhf.models.loading import check_reward_model, load_policy, load_reward_model, load_tokenizer
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -298,6 +304,89 @@ def test_prompts_over_the_limit_are_dropped_and_counted(make_policy, tokenizer, 
     rows = [*prompts, {"query": "x" * 33, "name": "long"}]
     OnlineDPOTrainer(make_policy(), make_args(), rows, reward_funcs=count_letters, processing_class=tokenizer)
     assert "dropped 1 of 21 prompts: not 1 to 32 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (pandas.DataFrame({"query": ["a"]}), r"got a DataFrame; .*Dataset.from_pandas\(frame\), or frame.to_dict"),
+        (
+            DatasetDict({"train": Dataset.from_list([{"query": "a"}])}),
+            "got a DatasetDict; .*, or one split of a data set",
+        ),
+        ("prompts.jsonl", "row 1 of 'the data set' is a str; must be a mapping"),
+        ([{"query": "a"}, {"query": None}], "row 2 of 'the data set' has null as 'query'; it has 'query'"),
+    ],
+)
+@pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
+def test_what_are_no_rows_is_named(make_policy, tokenizer, prompts, make_args, rows, expected, key):
+    given = {"train_dataset": prompts, key: rows}
+    with pytest.raises(ConfigError, match=f"{key}: {expected}"):
+        OnlineDPOTrainer(make_policy(), make_args(), **given, reward_funcs=count_letters, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "completion": None}, "row 1 has 'prompt', null as 'completion'; must have"),
+        ({"prompt": None, "completion": "a"}, "row 1 has 'completion', null as 'prompt'; must have"),
+        ({"text": None}, "row 1 has null as 'text'; must have"),
+    ],
+)
+def test_null_in_a_column_is_said(row, expected):
+    with pytest.raises(ConfigError, match=expected):
+        list(RowReader(None, "train").demonstrations([row]))
+    with pytest.raises(ConfigError, match="train: row 1 has null as 'rejected'; it has 'chosen', 'rejected'"):
+        list(RowReader(None, "train").preferences([{"chosen": "a", "rejected": None}]))
+    with pytest.raises(ConfigError, match=expected):
+        first_words([row], 1, "train")
+
+
+@pytest.fixture
+def folders(tmp_path, make_policy, tokenizer) -> Path:
+    """Models that lack something."""
+    write_model(make_policy(), tokenizer, tmp_path / "whole")
+    write_model(new_reward_model(num_labels=2), tokenizer, tmp_path / "two labels")
+    for lacking in ("config.json", "model.safetensors", "tokenizer*"):
+        left_out = shutil.ignore_patterns(lacking)
+        shutil.copytree(tmp_path / "whole", tmp_path / f"no {lacking}", ignore=left_out)
+    for base, name in ((tmp_path / "whole", "adapters"), (tmp_path / "gone", "adapters of nothing")):
+        config = peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(make_policy(), config)
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
+        adapted.save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no config.json", "no config.json'; the folder has no config.json; must be a folder with a model"),
+        ("no model.safetensors", "no model.safetensors'; the folder has no weights; must have model.safetensors"),
+        ("no tokenizer*", "no tokenizer could be loaded from '.*'; it has none; must be a folder with tokenizer files"),
+        ("adapters", "loaded from '.*adapters'; it has none; the folder has only adapters, of '.*whole'; must be"),
+        (
+            "adapters of nothing",
+            "of nothing', which has only adapters of '.*gone': base_model.* got '.*gone'; there is no",
+        ),
+        ("whole/config.json", "whole/config.json', which is a file; must be a folder with a model, or a hub name"),
+    ],
+)
+def test_a_folder_that_is_no_model_says_what_it_lacks(folders, name, expected):
+    source, lacks_tokenizer = str(folders / name), name in ("no tokenizer*", "adapters")
+    (folders / "rows.jsonl").write_text('{"text": "a"}')
+    config = SFTConfig(str(folders / "rows.jsonl"), "out", model=source)
+    for looks in (load_tokenizer,) if lacks_tokenizer else (load_policy, lambda _: check_names((config, ""))):
+        with pytest.raises(ConfigError, match=f"model: .*{expected}"):
+            looks(source)
+
+
+def test_a_reward_model_with_two_labels_is_named(folders):
+    expected = r"reward_model: got '.*two labels'; it gives each text 2 numbers \(num_labels\); must be a model that"
+    with pytest.raises(ConfigError, match=expected):
+        load_reward_model(str(folders / "two labels"))
+    with pytest.raises(ConfigError, match=r"reward_model: .* it gives each text 2 numbers"):
+        check_reward_model(new_reward_model(num_labels=2))
 
 
 def test_a_tokenizer_needs_an_end_of_sequence_but_no_padding(make_policy, prompts, make_args):

@@ -177,19 +177,19 @@ def test_a_missing_place_is_said_to_be_missing_and_nothing_is_left(
 
 MISSPELT = """
 train --data.train p.jsonl --reward_funcs statistics:mean --model nope
-train --data.train p.jsonl --reward_funcs nope.py:f --model .
-train --data.train p.jsonl --reward_funcs nope:f --model .
-train --data.train p.jsonl --agent nope.py:f --model . --train.output_dir p.jsonl/out
-train --data.train p.jsonl --reward_model no/such --model .
-train --data.train p.jsonl --reward_model . --model . --train.resume_from nope
+train --data.train p.jsonl --reward_funcs nope.py:f --model m
+train --data.train p.jsonl --reward_funcs nope:f --model m
+train --data.train p.jsonl --agent nope.py:f --model m --train.output_dir p.jsonl/out
+train --data.train p.jsonl --reward_model no/such --model m
+train --data.train p.jsonl --reward_model m --model m --train.resume_from nope
 sft --train nope.jsonl --output_dir o
 sft --train p.jsonl --output_dir o --chat_template nope.jinja
 sft --train p.jsonl --output_dir o --tokenizer ./nope
-reward --train no/such --output_dir o --model .
-pairs --prompts p.jsonl --model . --reward_model . --output p.jsonl/pairs.jsonl
+reward --train no/such --output_dir o --model m
+pairs --prompts p.jsonl --model m --reward_model m --output p.jsonl/pairs.jsonl
 relabel --data p.jsonl --output_dir o --reward_model ./nope
 generate --data p.jsonl --output_dir o --models.a ./nope
-evaluate --data p.jsonl --output_dir o --models.a . --judge.url http://a --judge.model b --judge.prompt_file nope
+evaluate --data p.jsonl --output_dir o --models.a m --judge.url http://a --judge.model b --judge.prompt_file nope
 serve --model ./nope
 report nope
 replay nope
@@ -217,6 +217,9 @@ for line in {MISSPELT}:
         print(ended.code, "torch" in sys.modules, line)
 """
     Path("p.jsonl").write_text('{"query": "a"}\n')
+    Path("m").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        Path("m", file).touch()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.splitlines() == [f"2 False {line}" for line in MISSPELT], done.stderr
