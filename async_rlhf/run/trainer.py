@@ -335,7 +335,8 @@ def train(run: Run) -> OnlineTrainerState:
 
 def _arrived(run: Run, index: int, first: int, groups: Sequence[Group]) -> None:
     """Let what needs no weights of the policy begin with prompts that have been sampled."""
-    run.scorer.begin(index, first, groups)
+    held_out = run.eval_prompts.stream if run.eval_prompts is not None and index < 0 else None
+    run.scorer.begin(index, first, groups, None if held_out is None else held_out.epoch_size)
     run.learner.begin(index, first, groups)
 
 
