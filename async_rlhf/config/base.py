@@ -275,9 +275,9 @@ class Checked:
             require(holds, f"{self._group}{name}", value, right)
 
     def leaves_out(self, names: Iterable[str], why: str, group: str = "") -> None:
-        """Require keys to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
+        """Require keys, dotted or not, to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
         for name in names:
-            value, default = getattr(self, name), default_of(self, name)
+            value, default = attrgetter(name)(self), default_of(self, name)
             left_out = value == default or (isinstance(value, tuple) and [*value] == default)
             require(left_out, f"{group}{name}", value, f"must be left out {why}")
 

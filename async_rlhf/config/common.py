@@ -179,11 +179,13 @@ class HeldOutRowsConfig(FirstWordsConfig):
         """Require at most one of the two ways to hold data out.
 
         Raises:
-            ConfigError: both are given.
+            ConfigError: both are given, or a split of neither.
         """
         right = f"must be null with {group}eval, which names the held-out data"
         one = self.eval is None or self.eval_fraction is None
         require(one, f"{group}eval_fraction", self.eval_fraction, right)
+        if self.eval is None:
+            self.leaves_out(["eval_split"], f"without {group}eval", group)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from async_rlhf.config.base import at_least, key, require
@@ -100,6 +100,7 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
         right = f"must be one of the models: {', '.join(self.models)}"
         self.require(known, "reference", right)
         if self.judge.url is None:
+            self.leaves_out([f"judge.{item.name}" for item in fields(JudgeConfig)], "without judge.url")
             self.check_judge()
             alone = self.reward_model is not None or self.reward_tokenizer is None
             self.require(alone, "reward_tokenizer", "must be null without reward_model")
@@ -111,5 +112,6 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
 _SAMPLED = (
     *("models", "run", "data", "split", "prompt_field", "prompt_words", "eval_fraction"),
     *("temperature", "top_p", "top_k", "response_length", "max_prompt_length", "engine", "seed", "checkpoints"),
+    *("dtype", "vllm"),
 )
 """Keys of EvaluateConfig that mean nothing where completions are given."""

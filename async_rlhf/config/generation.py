@@ -183,6 +183,8 @@ class GenerationConfig(TruncationConfig):
         self._check_transports(served)
         right = "must be null without max_turns, which says that there are episodes"
         self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
+        if self.max_turns is None:
+            self.leaves_out(["step_timeout"], "without max_turns, which says that there are episodes")
         right = f"must be true unless engine is {able('unseeded')}"
         self.require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", right)
         gpus = self.vllm.tensor_parallel_size

@@ -179,9 +179,9 @@ def _check_integration(name: str, key: str) -> None:
         raise ConfigError(f"{key}: got {name!r}, which is not installed; pip install {package}")
 
 
-def _there(what: str, is_there: Callable[[Path], bool], right: str) -> Callable[[str, str], None]:
+def _there(is_there: Callable[[Path], bool], right: str) -> Callable[[str, str], None]:
     def check(name: str, key: str) -> None:
-        require(is_there(Path(name).expanduser()), key, name, f"there is no such {what}{right}")
+        require(is_there(Path(name).expanduser()), key, name, right)
 
     return check
 
@@ -194,10 +194,10 @@ def _check_template(name: str, key: str) -> None:
 
 _CHECKS: Mapping[str, Callable[[str, str], None]] = {
     "tracker": _check_integration,
-    "file": _there("file", Path.is_file, ""),
-    "folder": _there("folder", Path.is_dir, ""),
-    "run": _there("folder", Path.is_dir, "; must be the output folder of a run"),
-    "run or file": _there("file or folder", Path.exists, "; must be a run's output folder, or the YAML file of one"),
+    "file": _there(Path.is_file, "there is no such file"),
+    "folder": _there(Path.is_dir, "there is no such folder"),
+    "run": _there(Path.is_dir, "there is no such folder; must be the output folder of a run"),
+    "run or file": _there(Path.exists, "must be the output folder of a run, or the YAML file of one"),
     "template": _check_template,
     "function": _check_function,
     "source": check_source,

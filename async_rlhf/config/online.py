@@ -70,6 +70,10 @@ class AdapterConfig(Checked):
     target_modules: list[str] = key([])
     """Names of the modules to adapt; empty takes every linear layer except the head."""
 
+    def check(self) -> None:
+        if self.rank == 0:
+            self.leaves_out(("alpha", "target_modules"), "with rank 0, which trains every weight")
+
 
 @dataclass(frozen=True)
 class LoRAConfig(AdapterConfig):

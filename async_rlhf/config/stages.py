@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from async_rlhf.config.base import (
@@ -183,6 +183,8 @@ class SFTConfig(StageConfig):
         super().check()
         one = self.model is None or self.tokenizer is None
         self.require(one, "tokenizer", "must be null with model, which has its own")
+        if self.model is not None:
+            self.leaves_out([f"new_model.{item.name}" for item in fields(NewModelConfig)], "with model: none is made")
         if self.tokenizer is not None:
             right = "with tokenizer, whose vocabulary is the model's"
             self.new_model.leaves_out(["vocab_size"], right, "new_model.")
@@ -233,7 +235,8 @@ class PairsConfig(SamplingConfig, RewardedConfig):
 SAMPLED = (
     *("model", "prompts", "prompt_field", "reward_model", "reward_model_bits", "reward_funcs"),
     *("samples_per_prompt", "pairs_per_prompt"),
-    *("temperature", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
+    *("temperature", "top_p", "top_k", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
+    *("parallel", "trust_remote_code"),
 )
 """Keys of PairsConfig that mean nothing where pairs are drawn from ratings."""
 RATED = ("score_field", "margin", "max_pairs", "eval_fraction")
@@ -275,6 +278,8 @@ class RewardConfig(StageConfig):
     def check(self) -> None:
         super().check()
         self.require(self.center or self.reference is None, "reference", "must be null without center")
+        if self.reference is None:
+            self.leaves_out(["reference_split"], "without reference")
 
 
 @dataclass(frozen=True)
@@ -300,3 +305,5 @@ class RelabelConfig(RewardedConfig, SharedWorkConfig):
     def check(self) -> None:
         super().check()
         self.check_judge()
+        if self.reward_model is None:
+            self.leaves_out(("batch_size", "dtype"), "without reward_model")

@@ -116,6 +116,11 @@ class RunConfig(Checked):
         require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
         steps, held = self.train.eval_steps, self.data.eval is not None or self.data.eval_fraction is not None
         require(steps == 0 or held, "train.eval_steps", steps, "must be 0 without data.eval or data.eval_fraction")
+        if not held:
+            names = ("train.eval_temperature", "train.eval_samples_per_prompt")
+            self.leaves_out(names, "without data.eval or data.eval_fraction")
+        if self.reward_model is None:
+            self.leaves_out(["train.reward_model_weight"], "without reward_model")
         judged = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
         check_rewards(judged, held, self.train.feedback, self.reward_model)
         check_functions(self.tools, "tools")

@@ -20,6 +20,7 @@ from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFa
 
 from async_rlhf import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
+from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config import ConfigError, GroupConfig, SFTConfig, engines
 from async_rlhf.config.names import check_names
 from async_rlhf.config.parsing import parse
@@ -304,6 +305,72 @@ def test_prompts_over_the_limit_are_dropped_and_counted(make_policy, tokenizer, 
     rows = [*prompts, {"query": "x" * 33, "name": "long"}]
     OnlineDPOTrainer(make_policy(), make_args(), rows, reward_funcs=count_letters, processing_class=tokenizer)
     assert "dropped 1 of 21 prompts: not 1 to 32 tokens" in caplog.text
+
+
+IGNORED = {
+    "pairs --from_ratings r.jsonl --output o.jsonl": (
+        "with from_ratings",
+        {"top_p": 0.9, "top_k": 5, "parallel.ranks": 2, "trust_remote_code": "true", "batch_size": 3, "device": "cpu"},
+    ),
+    "pairs --model m --prompts p --reward_model r --output o.jsonl": ("without from_ratings", {"margin": 1}),
+    "evaluate --generations g --output_dir o --reward_model r": (
+        "with generations",
+        {"dtype": "bfloat16", "vllm.block_size": 16, "top_k": 5, "seed": 3, "engine": "vllm", "split": "test"},
+    ),
+    "evaluate --models.a m --data d --output_dir o --reward_model r": (
+        "without judge.url",
+        {"judge.model": "j", "judge.max_tokens": 3, "judge.concurrency": 2, "judge.prompt_file": "f"},
+    ),
+    "evaluate --models.a m --data d --output_dir o --judge.url http://a --judge.model j": (
+        "with judge.url",
+        {"reward_model": "r", "reward_funcs": "[a:b]", "penalties": "training", "reward_tokenizer": "t"},
+    ),
+    "relabel --data d --output_dir o --reward_funcs a:b": (
+        "without reward_model",
+        {"batch_size": 3, "dtype": "float16"},
+    ),
+    "sft --train t --output_dir o --model m": (
+        "with model",
+        {"new_model.hidden_size": 64, "new_model.vocab_size": 300, "new_model.architecture": "llama"},
+    ),
+    "sft --train t --output_dir o": (
+        "(with rank 0|without eval)",
+        {"lora.alpha": 3, "lora.target_modules": "[a]", "eval_split": "test"},
+    ),
+    "reward --train t --output_dir o --model m": (
+        "(with rank 0|without eval|without reference)",
+        {"lora.alpha": 3, "eval_split": "test", "reference_split": "test"},
+    ),
+    "train --model m --data.train d --reward_funcs a:b": (
+        "(with rank 0|without (data.eval|max_turns|metric_for_best_model|stop_at|reward_model|feedback.ask))",
+        {"train.lora.alpha": 3, "data.eval_split": "test", "train.eval_temperature": 1, "train.stop_patience": 2}
+        | {"train.eval_samples_per_prompt": 2, "train.generation.step_timeout": 3, "train.greater_is_better": "false"}
+        | {"train.reward_model_weight": 2, "train.feedback.answers": 2},
+    ),
+    "train --model m --data.train d --reward_funcs a:b --train.staleness 0": (
+        'with placement "inline"',
+        {"train.generation.workers": 2, "train.generation.device": "cpu"},
+    ),
+    "train --model m --data.train d --reward_funcs a:b --train.generation.engine vllm "
+    "--train.generation.placement server --train.generation.urls [http://a]": (
+        'with placement "server"',
+        {"train.generation.workers": 2, "train.generation.device": "cpu"},
+    ),
+}
+"""What is ignored, and by what: each key is refused, and the error names both."""
+
+
+@pytest.mark.parametrize("line", IGNORED)
+def test_a_key_that_would_be_ignored_is_refused(line):
+    why, keys = IGNORED[line]
+    command, *words = line.split()
+    kind = import_attribute(COMMANDS[command].config)
+    parse(kind, command, words)
+    for key, value in keys.items():
+        group, _, name = key.rpartition(".")
+        told = group.rpartition(".")[2] if group in ("parallel", "vllm") else name  # left out as a whole
+        with pytest.raises(ConfigError, match=rf"{told}: got .*; must be left out {why}"):
+            parse(kind, command, [*words, f"--{key}={value}"])
 
 
 @pytest.mark.parametrize(
