@@ -68,7 +68,8 @@ class AdapterConfig(Checked):
     alpha: float = key(32.0, above(0))
     """The adapters' output is scaled by alpha / rank."""
     target_modules: list[str] = key([])
-    """Names of the modules to adapt; empty takes every linear layer except the head."""
+    """Names of the modules to adapt, linear layers whose weights no other layer shares; empty takes every linear layer
+    except the head. The experts and routers of a mixture are none."""
 
     def check(self) -> None:
         if self.rank == 0:

@@ -20,7 +20,7 @@ from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
-from async_rlhf.config.names import check_integrations
+from async_rlhf.config.names import check_integrations, check_source
 from async_rlhf.config.rewards import check_bits, check_rewards
 from async_rlhf.data.curriculum import Curriculum
 from async_rlhf.data.loading import Rows
@@ -41,7 +41,7 @@ from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter,
 from async_rlhf.models.budget import with_checkpointing
 from async_rlhf.models.context_length import check_positions, config_of, length_key, with_prompt_cap
 from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
-from async_rlhf.models.gpu_defaults import with_gpu_defaults
+from async_rlhf.models.gpu_defaults import bare_model, with_gpu_defaults
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
@@ -184,6 +184,10 @@ def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str 
     check_integrations(config.report_to)
     require_bitsandbytes(config.reward_model_bits, f"{prefix}reward_model_bits")
     require_bitsandbytes(config.lora.base_bits, f"{prefix}lora.base_bits")
+    if config.lora.target_modules and isinstance(model, str):
+        check_source(model, "model")
+        if (bare := bare_model(model, config.trust_remote_code)) is not None:
+            add_adapters(bare, config.lora, config.seed)  # an error before the weights are loaded
     ranks = start_ranks(config)
     watch = FailureDetector(ranks)
     with watch.watching():
