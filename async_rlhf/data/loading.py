@@ -103,7 +103,7 @@ def columns_of(row: Mapping[str, Any]) -> str:
     return ", ".join([*filled, *nulls])
 
 
-def _has_all(rows: Rows, column: str) -> bool:
+def _has_all(rows: object, column: str) -> bool:
     """Whether it is known without reading the rows that all have a value in a column."""
     if isinstance(rows, RowView):
         return rows.has_all(column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -404,6 +406,22 @@ def tokenizer_for(
     if not name:
         raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
     return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model", trust=trust)
+
+
+def that_stops(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()
+) -> GenerationConfig:
+    """The model's generation config, with all that ends its completions: the tokenizer's end of sequence, and those
+    given. One that says nothing of ends gets the tokenizer's padding, too.
+    """
+    found = copy.deepcopy(getattr(model, "generation_config", None) or GenerationConfig())
+    given = found.eos_token_id
+    own = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    more = [stop for stop in stop_token_ids(model, tokenizer, ids=stops) if stop not in own]
+    found.eos_token_id = own + more
+    if not own:
+        found.pad_token_id, found.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
+    return found
 
 
 def stop_token_ids(

@@ -52,6 +52,7 @@ from async_rlhf.models.loading import (
     require_alike,
     reward_model_for,
     stop_token_ids,
+    that_stops,
     tokenizer_for,
 )
 from async_rlhf.models.packing import require_heads
@@ -423,7 +424,7 @@ def _load_models(
     check_positions(policy, config.prompt_cap, config.generation.longest_episode, length_key(config.generation))
     params = _sampling(config, policy, tokenizer, inputs)
     # The saved policy then stops at the same tokens as in training.
-    policy.generation_config.eos_token_id = list(params.stop_token_ids)
+    policy.generation_config = that_stops(policy, tokenizer, params.stop_token_ids)
     reward, named = None, config.reward_model_device
     known = inputs.reward_model is not None or named in (None, "learner")
     require(known, "reward_model_device", named, "must be null: there is no reward model")
