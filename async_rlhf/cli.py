@@ -16,10 +16,10 @@ import async_rlhf
 from async_rlhf.commands.table import COMMANDS, function_of, import_attribute
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
-from async_rlhf.config.names import check_names
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
 from async_rlhf.system.errors import DiffersError, UserCodeError
+from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 10.0

@@ -39,7 +39,6 @@ from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.table import import_attribute
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
-from async_rlhf.config.names import check_source
 from async_rlhf.data.loading import check_columns
 from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_eos
 from async_rlhf.distributed.collectives import Ranks
@@ -49,6 +48,7 @@ from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokeni
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
+from async_rlhf.system.names import check_source
 from async_rlhf.system.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]

@@ -16,7 +16,6 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.table import function_of
 from async_rlhf.config import ConfigError
-from async_rlhf.config.names import check_source
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
@@ -31,6 +30,7 @@ from async_rlhf.run.folder import FINAL, METRICS, hold_folder
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.system.names import check_source
 
 logger = logging.getLogger(__name__)
 

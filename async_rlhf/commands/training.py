@@ -36,7 +36,6 @@ from async_rlhf.commands.evaluation.likelihood import EncodedRow, row_tensors
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import dotted, may_change
-from async_rlhf.config.names import check_integrations
 from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.data.views import Examples
@@ -56,6 +55,7 @@ from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
 from async_rlhf.run.loop import Loop
 from async_rlhf.run.manifest import delete_whole, stranger_in
 from async_rlhf.system.log import JsonLines
+from async_rlhf.system.names import check_integrations
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Experience

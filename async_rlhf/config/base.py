@@ -161,7 +161,7 @@ def key(
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
         main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
         without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
-        names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.config.names.check_names`.
+        names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`.
     """
     known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
     known |= {"without_gpu": without_gpu, "names": names}

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.names import TEXT_FILES, find_data
 from async_rlhf.data.cache import checksum_of
 from async_rlhf.data.files import each_row, read_file
 from async_rlhf.data.views import RowView, joined
+from async_rlhf.system.names import TEXT_FILES, find_data
 
 Rows = Sequence[Mapping[str, Any]]
 T = TypeVar("T")

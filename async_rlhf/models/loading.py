@@ -27,12 +27,12 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.config.names import base_of, check_folder, check_source, with_revision
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
+from async_rlhf.system.names import base_of, check_folder, check_source, with_revision
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 SMALL = 10**9

@@ -20,7 +20,6 @@ from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
-from async_rlhf.config.names import check_integrations, check_source
 from async_rlhf.config.rewards import check_bits, check_rewards
 from async_rlhf.data.curriculum import Curriculum
 from async_rlhf.data.loading import Rows
@@ -70,6 +69,7 @@ from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
+from async_rlhf.system.names import check_integrations, check_source
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.system.versions import code
 

@@ -22,7 +22,6 @@ from async_rlhf import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig,
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config import ConfigError, GroupConfig, SFTConfig, engines
-from async_rlhf.config.names import check_names
 from async_rlhf.config.parsing import parse
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.models.loading import check_reward_model, load_policy, load_reward_model, load_tokenizer
@@ -30,6 +29,7 @@ from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
+from async_rlhf.system.names import check_names
 from async_rlhf.tasks.docstrings.config import DocstringsConfig
 from async_rlhf.tasks.docstrings.harvest import run_data
 

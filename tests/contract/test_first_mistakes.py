@@ -16,13 +16,13 @@ from tiny import PROMPTS
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
-from async_rlhf.config import names
 from async_rlhf.config.parsing import FEW, options_of
 from async_rlhf.config.spelling import _ELSEWHERE
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan.config import PlanConfig
+from async_rlhf.system import names
 
 RECIPE = """\
 model: model  # the first line

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
-from async_rlhf.config import ConfigError, names
+from async_rlhf.config import ConfigError
 from async_rlhf.data import cache, token_cache
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.config.names import check_names
 from async_rlhf.data import cache
 from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
@@ -22,6 +21,7 @@ from async_rlhf.studies.sweep.trials import Trial, labels_of, trials_of
 from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
+from async_rlhf.system.names import check_names
 
 TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
 
