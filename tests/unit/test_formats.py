@@ -15,6 +15,7 @@ from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.system import names
 from async_rlhf.system.hub import why_nowhere
 
 TEMPLATE = (
