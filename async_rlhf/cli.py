@@ -19,6 +19,7 @@ from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
 from async_rlhf.system.errors import DiffersError, UserCodeError
+from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 10.0
@@ -84,6 +85,7 @@ def _run(name: str, words: list[str]) -> int:
         if dry_run:
             print(text + _derived(config))
             return 0
+        check_names((config, ""))
         function_of(name)(config)
     except KeyboardInterrupt:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)

@@ -80,8 +80,7 @@ def new_policy(seed: int = 0, **changes: int) -> hf.GPTNeoXForCausalLM:
 
 def new_reward_model(seed: int = 1, **changes: int) -> hf.GPTNeoXForSequenceClassification:
     torch.manual_seed(seed)
-    config = tiny_config(**changes)
-    config.num_labels = 1
+    config = tiny_config(**{"num_labels": 1, **changes})
     return widened(hf.GPTNeoXForSequenceClassification(config)).eval()
 
 

@@ -46,10 +46,11 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate
-from async_rlhf.models.loading import check_source, check_vocabulary, load_policy, load_tokenizer
+from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
+from async_rlhf.system.names import check_source
 from async_rlhf.system.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]

@@ -182,7 +182,7 @@ def run_pairs_from_ratings(config: PairsConfig) -> dict[str, float]:
     stage = Stage(output.parent, "pairs", config, inputs, outputs=(output,), marker_name=output.name)
     if (results := stage.done()) is not None:
         return results
-    rows = load_rows(config.from_ratings, config.split, key=key)
+    rows = load_rows(config.from_ratings, config.split, numbers=[field], key=key)
     count = len(rows)
     read_ratings(rows, field, key)  # before rows are dropped, so that errors have their numbers
     if config.prompt_words is not None:

@@ -30,7 +30,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.common import SCORE
 from async_rlhf.data.cache import forget, kept_array
 from async_rlhf.data.formats import RowReader, first_words
-from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.loading import Rows, columns_of, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import begun, strip_end
@@ -96,8 +96,8 @@ def _task(config: RewardConfig, on_meta: bool, now: datetime) -> Task:
 
 def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
     """Training and held-out rows, and whether they are rated; checked before any model is loaded."""
-    rows, heldout = load_stage_rows(config)
     field = config.score_field
+    rows, heldout = load_stage_rows(config, numbers=[field])
     rated = is_rated(rows, field)
     if rated:
         require_different(read_ratings(rows, field, "train"), field, "train")
@@ -117,7 +117,7 @@ def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
 
 def _require_pairs(rows: Rows, field: str) -> None:
     """Require the first row to be a pair, and no other column to be named for ratings."""
-    columns = ", ".join(map(repr, rows[0]))
+    columns = columns_of(rows[0])
     if "chosen" not in rows[0] and "rejected" not in rows[0]:
         right = f"must have `chosen` and `rejected`, or a rating in {field!r} (score_field)"
         raise ConfigError(f"train: row 1 has {columns}; {right}")

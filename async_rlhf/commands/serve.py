@@ -19,7 +19,7 @@ from async_rlhf.config.secrets import API_KEY_VARIABLE
 from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.placement import available_cores
 from async_rlhf.generation.vllm_requests import own_seed
-from async_rlhf.models.loading import check_source, with_revision
+from async_rlhf.system.names import check_source, with_revision
 from async_rlhf.system.subprocesses import require_own_package
 
 

@@ -32,6 +32,7 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import longest_row
+from async_rlhf.models.gpu_defaults import bare_model
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.new import embed_added_tokens, new_language_model
 from async_rlhf.types import Experience
@@ -92,10 +93,10 @@ def demonstration_rows(examples: Sequence[EncodedRow]) -> Experience:
     return given_rows(examples, [row.targets for row in examples])
 
 
-def load_stage_rows(config: StageConfig) -> tuple[Rows, Rows | None]:
-    """Training rows, and those of a file of held-out rows, if there is one."""
-    rows = load_rows(config.train, config.train_split, key="train")
-    return rows, load_rows(config.eval, config.eval_split, key="eval") if config.eval else None
+def load_stage_rows(config: StageConfig, numbers: Sequence[str] = ()) -> tuple[Rows, Rows | None]:
+    """Training rows, and those of a file of held-out rows, if there is one; ``numbers`` are columns of numbers."""
+    rows = load_rows(config.train, config.train_split, numbers=numbers, key="train")
+    return rows, load_rows(config.eval, config.eval_split, numbers=numbers, key="eval") if config.eval else None
 
 
 def divided(config: StageConfig, rows: Rows, heldout: Rows | None) -> tuple[Rows, Rows | None, int]:
@@ -184,6 +185,8 @@ def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedMode
         added = [] if template is None else use_template(tokenizer, template)
         right = f"must be 0 where chat_template adds tokens ({', '.join(added)}): adapters do not train embeddings"
         require(not added or config.lora.rank == 0, "lora.rank", config.lora.rank, right)
+        if config.lora.target_modules and (bare := bare_model(config.model, trust)) is not None:
+            add_adapters(bare, config.lora, config.seed)  # an error before the weights are loaded
         model = load_policy(config.model, trust=trust, on_meta=on_meta and not added)
         return (embed_added_tokens(model, tokenizer, config.seed) if added else model), tokenizer
     size = config.new_model

@@ -22,7 +22,7 @@ from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
 from async_rlhf.generation.episodes.spec import named
 from async_rlhf.generation.placement import threads_side_by_side
-from async_rlhf.models.loading import check_source, load_tokenizer
+from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.build import Start, begin
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -30,6 +30,7 @@ from async_rlhf.run.folder import FINAL, METRICS, hold_folder
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.system.names import check_source
 
 logger = logging.getLogger(__name__)
 

@@ -149,6 +149,7 @@ def key(
     must_stay: str = "",
     main: str = "",
     without_gpu: Any = MISSING,
+    names: str = "",
 ) -> Any:
     """A field of a configuration.
 
@@ -160,9 +161,10 @@ def key(
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
         main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
         without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
+        names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`.
     """
     known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
-    known["without_gpu"] = without_gpu
+    known |= {"without_gpu": without_gpu, "names": names}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
     if isinstance(default, (list, dict)):  # each configuration gets its own copy
@@ -202,8 +204,16 @@ def _no_file(value: str) -> bool:
     return place.is_dir() or not place.exists()
 
 
-FOLDER = Rule(_no_file, "is there and is no folder; must name a folder")
+def _in_folder(value: str) -> bool:
+    above = Path(value).expanduser().parents
+    return next((place.is_dir() for place in above if place.exists()), True)
+
+
+_INSIDE = Rule(_in_folder, "is inside a file; must be in a folder")
+FOLDER = (Rule(_no_file, "is there and is no folder; must name a folder"), _INSIDE)
 """A folder that exists or can be made."""
+FILE = (Rule(lambda value: not Path(value).expanduser().is_dir(), "is a folder; must name a file"), _INSIDE)
+"""A file that can be written."""
 _LAST_DEVICE = 127
 """torch counts devices in 8 bits: it reads "cuda:128" as "cuda:-128"."""
 DEVICE = Rule(
@@ -265,9 +275,9 @@ class Checked:
             require(holds, f"{self._group}{name}", value, right)
 
     def leaves_out(self, names: Iterable[str], why: str, group: str = "") -> None:
-        """Require keys to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
+        """Require keys, dotted or not, to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
         for name in names:
-            value, default = getattr(self, name), default_of(self, name)
+            value, default = attrgetter(name)(self), default_of(self, name)
             left_out = value == default or (isinstance(value, tuple) and [*value] == default)
             require(left_out, f"{group}{name}", value, f"must be left out {why}")
 

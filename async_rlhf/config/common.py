@@ -41,7 +41,7 @@ class RepeatableConfig(Checked):
 class ResultsConfig(RepeatableConfig):
     """A folder of results."""
 
-    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
+    output_dir: str = key(REQUIRED, *FOLDER, role="place", main="output")
     """The folder for all results."""
 
 
@@ -49,7 +49,7 @@ class ResultsConfig(RepeatableConfig):
 class OfRunConfig(Checked):
     """What is done with an earlier run."""
 
-    run: str = key(REQUIRED)
+    run: str = key(REQUIRED, names="run")
     """The output folder of a run of ``async-rlhf train``."""
 
 
@@ -131,7 +131,7 @@ class TrainingConfig(ChattingConfig):
     )
     """The type of the final model's files. "bfloat16" halves them; they then hold what generators in bfloat16 sample
     from. Checkpoints, a value model, and adapters beside the model stay in the type that is trained."""
-    report_to: list[str] = key([], role="log")
+    report_to: list[str] = key([], role="log", names="tracker")
     """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
     resume: bool = key(False, role="place", main="output")
     """Go on from the newest whole checkpoint of an interrupted command, bit for bit (on a GPU: with deterministic
@@ -208,7 +208,7 @@ class PromptsConfig(FirstWordsConfig):
 class HeldOutRowsConfig(FirstWordsConfig):
     """Training data, of which some may be held out."""
 
-    eval: str | None = key(None, main="data and models")
+    eval: str | None = key(None, main="data and models", names="data")
     """Held-out data in the same format; null for none, or for eval_fraction."""
     eval_fraction: float | None = key(None, EVAL_FRACTION)
     """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
@@ -222,11 +222,13 @@ class HeldOutRowsConfig(FirstWordsConfig):
         """Require at most one of the two ways to hold data out.
 
         Raises:
-            ConfigError: both are given.
+            ConfigError: both are given, or a split of neither.
         """
         right = f"must be null with {group}eval, which names the held-out data"
         one = self.eval is None or self.eval_fraction is None
         require(one, f"{group}eval_fraction", self.eval_fraction, right)
+        if self.eval is None:
+            self.leaves_out(["eval_split"], f"without {group}eval", group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,13 +258,13 @@ class SamplingConfig(TruncationConfig, PromptsConfig, SharedWorkConfig):
 class RewardedConfig(Checked):
     """Completions judged by a reward."""
 
-    reward_model: str | None = key(None, main="judging")
+    reward_model: str | None = key(None, main="judging", names="model")
     """The judge, such as a gold reward: a reward model (folder, owner/model or owner/model@revision), or else
     reward_funcs (``evaluate`` also takes judge)."""
     reward_model_bits: Literal[4, 8] | None = None
     """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
     them."""
-    reward_funcs: list[str] = key([], main="judging")
+    reward_funcs: list[str] = key([], main="judging", names="function")
     """Or functions, as in ``train``."""
 
     def check_judge(self) -> None:

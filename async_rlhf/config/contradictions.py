@@ -127,6 +127,8 @@ def _check_evaluation(config: OnlineConfig) -> None:
     right = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
     config.require((config.eval_temperature or 1.0) >= coldest, "eval_temperature", right)
     name = config.stop_at
+    if config.best_metric is None:
+        config.leaves_out(["greater_is_better"], "without metric_for_best_model and stop_at")
     if name is None:
         config.leaves_out(["stop_patience"], "without stop_at")
         return
@@ -138,7 +140,10 @@ def _check_evaluation(config: OnlineConfig) -> None:
 
 
 def _check_generation(config: OnlineConfig) -> None:
-    """Check what an engine needs to load only adapters, and to change weights in flight."""
+    """Check what a place ignores, and what an engine needs to load only adapters and to change weights in flight."""
+    if config.placement != "process":
+        elsewhere = f'with placement "{config.placement}", which has no processes of its own'
+        config.leaves_out(["generation.workers", "generation.device"], elsewhere)
     alone = "adapters" in find(config.generation.engine).supports and config.placement != "server"
     right = f'must be "merged" but with generation.engine {able("adapters")} in placement "process" or "inline"'
     config.require(config.lora.publish == "merged" or alone, "lora.publish", right)

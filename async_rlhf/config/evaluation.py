@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from async_rlhf.config.base import at_least, key, require
@@ -17,13 +17,13 @@ from async_rlhf.config.rewards import JudgeConfig
 class HeldOutConfig(ResultsConfig, SamplingConfig):
     """Models that answer held-out prompts, and how."""
 
-    models: dict[str, str] = key({}, main="data and models")
+    models: dict[str, str] = key({}, main="data and models", names="model")
     """Name -> folder or hub name (owner/model or owner/model@revision), e.g. {"sft": "runs/sft", "rl": "org/rl"}."""
-    run: str | None = key(None, main="data and models")
+    run: str | None = key(None, main="data and models", names="run")
     """The output folder of ``train``: all its checkpoints and its final model, under those names."""
     checkpoints: list[str] = key([])
     """Only these checkpoints of ``run``, e.g. ["checkpoint-128", "final"]; empty for all."""
-    data: str = key("", main="data and models")
+    data: str = key("", main="data and models", names="data")
     """Rows with `query` (see prompt_field)."""
     split: str = "validation"
     """The split to take if there are several."""
@@ -69,17 +69,17 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
     Rows may have `reference_response` or `query_reference_response`, the human answers.
     """
 
-    generations: str | None = key(None, main="data and models")
+    generations: str | None = key(None, main="data and models", names="folder")
     """The output folder of ``generate`` to judge, instead of models or a run with data; temperature is then
     the one that they were sampled at."""
     reference: str | None = key(None, main="judging")
     """The name of the model that win-rates and KL, at the temperature of sampling, are taken against; null for the
     first."""
-    ref_model: str | None = None
+    ref_model: str | None = key(None, names="model")
     """A folder or hub name: KL and perplexity are taken under this model instead."""
     judge: JudgeConfig = key(JudgeConfig)
     """A language model that compares completions, in place of a gold reward."""
-    reward_tokenizer: str | None = None
+    reward_tokenizer: str | None = key(None, names="source")
     """Tokenizer of the reward model; null takes the one saved with it."""
     penalties: Literal["training"] | None = None
     """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for
@@ -100,6 +100,7 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
         right = f"must be one of the models: {', '.join(self.models)}"
         self.require(known, "reference", right)
         if self.judge.url is None:
+            self.leaves_out([f"judge.{item.name}" for item in fields(JudgeConfig)], "without judge.url")
             self.check_judge()
             alone = self.reward_model is not None or self.reward_tokenizer is None
             self.require(alone, "reward_tokenizer", "must be null without reward_model")
@@ -111,5 +112,6 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
 _SAMPLED = (
     *("models", "run", "data", "split", "prompt_field", "prompt_words", "eval_fraction"),
     *("temperature", "top_p", "top_k", "response_length", "max_prompt_length", "engine", "seed", "checkpoints"),
+    *("dtype", "vllm"),
 )
 """Keys of EvaluateConfig that mean nothing where completions are given."""

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from async_rlhf.config.base import DEVICE, EACH_ONCE, SUMS, Rule, above, at_least, at_most, below, key, require
+from async_rlhf.config.base import (
+    DEVICE,
+    EACH_ONCE,
+    REQUIRED,
+    SUMS,
+    Rule,
+    above,
+    at_least,
+    at_most,
+    below,
+    key,
+    require,
+)
 from async_rlhf.config.common import TEMPERATURE, ModelCodeConfig, TruncationConfig, VLLMMemoryConfig
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
@@ -113,7 +125,7 @@ class GenerationConfig(TruncationConfig):
     step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: see reward_errors."""
-    replies_from: str | None = key(None, role="place")
+    replies_from: str | None = key(None, role="place", names="file")
     """Do not ask environments: have them say once more what they said in another run, whose file episodes.jsonl this
     is. ``replay`` and ``explain`` do so."""
     stop_tokens: list[str] = key([])
@@ -171,6 +183,8 @@ class GenerationConfig(TruncationConfig):
         self._check_transports(served)
         right = "must be null without max_turns, which says that there are episodes"
         self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
+        if self.max_turns is None:
+            self.leaves_out(["step_timeout"], "without max_turns, which says that there are episodes")
         right = f"must be true unless engine is {able('unseeded')}"
         self.require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", right)
         gpus = self.vllm.tensor_parallel_size
@@ -223,7 +237,7 @@ class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
     GET /health needs it, including vLLM's own endpoints for loading weights.
     """
 
-    model: str
+    model: str = key(REQUIRED, names="model")
     """A folder with the policy's config.json, or a hub name (owner/model or owner/model@revision)."""
     host: str = key("127.0.0.1", role="place")
     """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""

@@ -68,7 +68,12 @@ class AdapterConfig(Checked):
     alpha: float = key(32.0, above(0))
     """The adapters' output is scaled by alpha / rank."""
     target_modules: list[str] = key([])
-    """Names of the modules to adapt; empty takes every linear layer except the head."""
+    """Names of the modules to adapt, linear layers whose weights no other layer shares; empty takes every linear layer
+    except the head. The experts and routers of a mixture are none."""
+
+    def check(self) -> None:
+        if self.rank == 0:
+            self.leaves_out(("alpha", "target_modules"), "with rank 0, which trains every weight")
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,12 @@ class OnlineConfig(TrainingConfig):
     prompt.
     """
 
-    output_dir: str = key("runs/online", FOLDER, role="place", main="output")
+    output_dir: str = key("runs/online", *FOLDER, role="place", main="output")
     """Where checkpoints, metrics.jsonl, samples.jsonl and trace.json go. Only one process at a time may write
     there; a second one is refused."""
     overwrite_output_dir: bool = key(False, role="place")
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
-    resume_from: str | None = key(None, role="place")
+    resume_from: str | None = key(None, role="place", names="folder")
     """Resume from this checkpoint instead."""
     staleness: int = key(
         1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"), main="training"
@@ -111,7 +116,9 @@ class OnlineConfig(TrainingConfig):
     staleness_mode: Literal["exact", "bounded"] = "exact"
     """ "exact" samples with exactly those weights; "bounded" takes the newest weights available when a worker starts,
     never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
-    replay_from: str | None = key(None, may_change="it repeats one of the runs that a bounded schedule allows")
+    replay_from: str | None = key(
+        None, may_change="it repeats one of the runs that a bounded schedule allows", names="file"
+    )
     """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
     completions_per_batch: int | None = key(None, at_least(1), main="sizes")
     """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is

@@ -15,7 +15,7 @@ from async_rlhf.config.secrets import HIDDEN, apart, is_masked
 GOLD_REWARD = "async_rlhf.tasks.docstrings.reward:gold_rewards"
 
 
-_RIGHT = (
+FUNCTION = (
     'must be "module:function" or "path/to/file.py:function", maybe with literal keyword arguments: '
     '"module:function(limit=3)"'
 )
@@ -45,7 +45,7 @@ class FunctionName:
         """
         found = _FORM.fullmatch(name.strip())
         if found is None:
-            raise ConfigError(f"{key}: got {name!r}; {_RIGHT}")
+            raise ConfigError(f"{key}: got {name!r}; {FUNCTION}")
         arguments = None if found["call"] is None else _arguments(found["call"], name, key)
         return FunctionName(found["place"], found["attribute"], arguments)
 
@@ -66,7 +66,7 @@ def _arguments(call: str, name: str, key: str) -> dict[str, Any]:
             arguments[keyword.arg] = ast.literal_eval(keyword.value)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error).partition(" on line")[0]
-        raise ConfigError(f"{key}: got {name!r}: {reason}; {_RIGHT}") from error
+        raise ConfigError(f"{key}: got {name!r}: {reason}; {FUNCTION}") from error
     return arguments
 
 
@@ -144,7 +144,7 @@ class JudgeConfig(EndpointConfig):
 
     _group = "judge."
 
-    prompt_file: str | None = None
+    prompt_file: str | None = key(None, names="file")
     """A text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a general
     question about helpfulness. In the place of {mark} comes a word that is in none of the three."""
     max_tokens: int = key(16, at_least(1))
@@ -172,7 +172,7 @@ class FeedbackConfig(Checked):
     with all of its labels would make another one older, that one is trained on instead with the labels that it has, and
     completions without one are left out and counted (`feedback/unlabelled`). null lets every batch wait until all of
     its labels are there. Either way the learner waits while no batch has all of them."""
-    labels_from: str | None = key(None, role="place")
+    labels_from: str | None = key(None, role="place", names="file")
     """The feedback.jsonl of a run whose labels are repeated, in the order in which they came there; nobody is asked.
     `replay` and `explain` set it."""
 

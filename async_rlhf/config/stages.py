@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from async_rlhf.config.base import EACH_ONCE, FOLDER, REQUIRED, Checked, Rule, above, at_least, at_most, below, key
+from async_rlhf.config.base import (
+    EACH_ONCE,
+    FILE,
+    FOLDER,
+    REQUIRED,
+    Checked,
+    Rule,
+    above,
+    at_least,
+    at_most,
+    below,
+    key,
+)
 from async_rlhf.config.common import (
     COLUMN,
     EVAL_FRACTION,
@@ -56,9 +68,9 @@ class NewModelConfig(Checked):
 class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     """What the supervised stages share."""
 
-    train: str = key(REQUIRED, main="data and models")
+    train: str = key(REQUIRED, main="data and models", names="data")
     """Training data: a .jsonl, .json, .parquet or .csv file, a datasets folder, or a name on the hub."""
-    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
+    output_dir: str = key(REQUIRED, *FOLDER, role="place", main="output")
     """Where the trained model goes."""
     num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"), main="training")
     """Passes over the data."""
@@ -154,14 +166,14 @@ class SFTConfig(StageConfig):
     `prompt` and `completion`; or `messages`, a chat that ends with the assistant's answer; or `text`.
     """
 
-    model: str | None = key(None, main="data and models")
+    model: str | None = key(None, main="data and models", names="model")
     """The model to start from, a folder or a name on the hub (owner/model or owner/model@revision); null makes
     a new one."""
     new_model: NewModelConfig = key(NewModelConfig)
     """Architecture and size of the new model."""
-    tokenizer: str | None = None
+    tokenizer: str | None = key(None, names="source")
     """The new model's tokenizer, a folder or a name on the hub; null trains one on the stage's texts."""
-    chat_template: str | None = key(None, Rule(lambda text: text.strip() != "", "must not be empty"))
+    chat_template: str | None = key(None, Rule(lambda text: text.strip() != "", "must not be empty"), names="template")
     """How chats become text: "chatml", a Jinja file, or Jinja text; null takes the tokenizer's. Its special tokens are
     added to the vocabulary, and the one that it writes after an answer becomes the end of sequence."""
     completion_only: bool = key(True, main="training")
@@ -173,6 +185,8 @@ class SFTConfig(StageConfig):
         super().check()
         one = self.model is None or self.tokenizer is None
         self.require(one, "tokenizer", "must be null with model, which has its own")
+        if self.model is not None:
+            self.leaves_out([f"new_model.{item.name}" for item in fields(NewModelConfig)], "with model: none is made")
         if self.tokenizer is not None:
             right = "with tokenizer, whose vocabulary is the model's"
             self.new_model.leaves_out(["vocab_size"], right, "new_model.")
@@ -182,11 +196,11 @@ class SFTConfig(StageConfig):
 class PairsConfig(SamplingConfig, RewardedConfig):
     """Preference pairs from a model's own samples, judged by a reward, or from ratings: ``async-rlhf pairs``."""
 
-    model: str | None = key(None, main="data and models")
+    model: str | None = key(None, main="data and models", names="model")
     """The model that samples, a folder or a name on the hub (owner/model or owner/model@revision)."""
-    prompts: str | None = key(None, main="data and models")
+    prompts: str | None = key(None, main="data and models", names="data")
     """Rows with `query` (see prompt_field): a file, a folder, or a name on the hub."""
-    output: str = key("", Rule(bool, "name the .jsonl file to write"), role="place", main="output")
+    output: str = key("", Rule(bool, "name the .jsonl file to write"), *FILE, role="place", main="output")
     """The .jsonl file to write, with `prompt`, `chosen`, `rejected` and the two scores."""
     split: str = "train"
     """The split to take where there are several."""
@@ -194,7 +208,7 @@ class PairsConfig(SamplingConfig, RewardedConfig):
     """Completions per prompt."""
     pairs_per_prompt: int = key(1, main="sampling")
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
-    from_ratings: str | None = key(None, main="data and models")
+    from_ratings: str | None = key(None, main="data and models", names="data")
     """Instead of sampling, draw pairs from rated rows: `prompt` and `completion`, or `text`, with a `score`. A pair has
     one prompt; texts without a prompt are paired with each other."""
     score_field: str = key(SCORE, COLUMN)
@@ -223,7 +237,8 @@ class PairsConfig(SamplingConfig, RewardedConfig):
 SAMPLED = (
     *("model", "prompts", "prompt_field", "reward_model", "reward_model_bits", "reward_funcs"),
     *("samples_per_prompt", "pairs_per_prompt"),
-    *("temperature", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
+    *("temperature", "top_p", "top_k", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
+    *("parallel", "trust_remote_code"),
 )
 """Keys of PairsConfig that mean nothing where pairs are drawn from ratings."""
 RATED = ("score_field", "margin", "max_pairs", "eval_fraction")
@@ -237,7 +252,7 @@ class RewardConfig(StageConfig):
     without a common prompt. Or they have a `score`, with `prompt` and `completion`, `messages` or `text`.
     """
 
-    model: str = key("", Rule(bool, "give the model to start from"), main="data and models")
+    model: str = key("", Rule(bool, "give the model to start from"), main="data and models", names="model")
     """The language model to start from, a folder or a name on the hub (owner/model or owner/model@revision)."""
     eval_fraction: float | None = key(None, EVAL_FRACTION, main="data and models")
     """Hold out about this share of the training data where eval is null; null for a tenth. A hash of the prompt
@@ -249,7 +264,7 @@ class RewardConfig(StageConfig):
     """Shift the trained model's score by a constant so that its mean over the reference data is 0. The shift is stored
     in the bias of the last normalisation, so every program that loads the model applies it; a model without that bias
     (Llama) is left as it is, with a warning."""
-    reference: str | None = None
+    reference: str | None = key(None, names="data")
     """The reference data, rows as for ``sft``; null takes the chosen side of the training pairs. A model that learns
     ratings is left as it is by null: its zero is the mean rating."""
     reference_split: str = "train"
@@ -265,19 +280,21 @@ class RewardConfig(StageConfig):
     def check(self) -> None:
         super().check()
         self.require(self.center or self.reference is None, "reference", "must be null without center")
+        if self.reference is None:
+            self.leaves_out(["reference_split"], "without reference")
 
 
 @dataclass(frozen=True)
 class RelabelConfig(RewardedConfig, SharedWorkConfig):
     """Preference pairs labelled anew by a gold reward: ``async-rlhf relabel``. Rows as for ``reward``."""
 
-    data: str = key(REQUIRED, main="data and models")
+    data: str = key(REQUIRED, names="data", main="data and models")
     """A .jsonl, .json, .parquet or .csv file, a folder, or a name on the hub."""
-    output_dir: str = key(REQUIRED, FOLDER, role="place", main="output")
+    output_dir: str = key(REQUIRED, *FOLDER, role="place", main="output")
     """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name this folder."""
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE, main="data and models")
     """Splits of the data; a file has one, under the name given here."""
-    reward_tokenizer: str | None = key(None, main="judging")
+    reward_tokenizer: str | None = key(None, names="source", main="judging")
     """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
     its template turns into text."""
     keep_ties: bool = key(False, main="judging")
@@ -290,3 +307,5 @@ class RelabelConfig(RewardedConfig, SharedWorkConfig):
     def check(self) -> None:
         super().check()
         self.check_judge()
+        if self.reward_model is None:
+            self.leaves_out(("batch_size", "dtype"), "without reward_model")

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import code_of, kept_array
-from async_rlhf.data.loading import Rows, check_columns, has_all, load_rows
+from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, lacks, load_rows
 from async_rlhf.data.tokenizer import TEXT, Rendered, split_text, strip_end
 from async_rlhf.data.views import RowView, fingerprint_of
 from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat
@@ -173,8 +173,7 @@ class RowReader:
         place = f"{self.key}: row {number}"
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
-                found = "has null as" if column in row else "has no"
-                raise ConfigError(f"{place} {found} {column!r}; it has {', '.join(map(repr, row))}")
+                raise ConfigError(f"{place} {lacks(row, column)}")
         chosen, rejected, given = row["chosen"], row["rejected"], row.get("prompt")
         # Data sets such as UltraFeedback repeat the prompt besides two whole chats.
         once_more = (
@@ -266,8 +265,7 @@ def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[Any, Any, s
     if row.get("text") is not None:
         return "", _text(row["text"], f"{place}: `text`"), "text"
     raise ConfigError(
-        f"{place} has {', '.join(map(repr, row))}; must have `{TEXT}`, or `prompt` and `completion`, or "
-        "`messages`, or `text`"
+        f"{place} has {columns_of(row)}; must have `{TEXT}`, or `prompt` and `completion`, or `messages`, or `text`"
     )
 
 
@@ -364,7 +362,7 @@ class _FirstWords(RowView):
 def _count_words(row: Mapping[str, Any], most: int, place: str) -> int:
     """Words of a row's `text`, counted up to one more than ``most``."""
     if row.get("text") is None:
-        raise ConfigError(f"{place} has {', '.join(map(repr, row))}; must have `text` with prompt_words")
+        raise ConfigError(f"{place} has {columns_of(row)}; must have `text` with prompt_words")
     other = next((name for name in ("query", TEXT, "prompt", "messages") if row.get(name) is not None), None)
     if other is not None:
         raise ConfigError(f"{place} has {other!r} beside `text`; must have no other prompt with prompt_words")

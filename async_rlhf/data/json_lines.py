@@ -11,8 +11,9 @@ import os
 import time
 import weakref
 from array import array
+from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,7 @@ def read_json_lines(path: Path, key: str) -> list[dict[str, Any]] | JsonLines:
     """The rows of a file: in memory if it is small.
 
     Args:
-        path: the file; blank lines do not count.
+        path: the file; blank lines do not count, nor does a byte order mark.
         key: the configuration key that errors name.
 
     Raises:
@@ -44,7 +45,7 @@ def read_json_lines(path: Path, key: str) -> list[dict[str, Any]] | JsonLines:
     if path.stat().st_size >= cache.CACHED_FROM:
         return JsonLines(path, key)
     with path.open("rb") as lines:
-        return [row for row, _, _ in _each(lines, path, key)]
+        return [row for row, _, _ in each_line(lines, path, key)]
 
 
 class JsonLines(RowView):
@@ -128,7 +129,7 @@ def _index(lines: BinaryIO, path: Path, key: str) -> tuple[np.ndarray, Mapping[s
     counts: Counter[str] | None = Counter()
     size, end = os.fstat(lines.fileno()).st_size, 0
     with progress_bar(f"{key}: reading", size) as progress:
-        for row, start, raw in _each(lines, path, key, digest):
+        for row, start, raw in each_line(lines, path, key, digest):
             starts.append(start)
             end = start + len(raw)
             if counts is not None:
@@ -141,12 +142,16 @@ def _index(lines: BinaryIO, path: Path, key: str) -> tuple[np.ndarray, Mapping[s
     return np.frombuffer(starts, np.int64), {"digest": digest.hexdigest(), "counts": counts}
 
 
-def _each(lines: BinaryIO, path: Path, key: str, digest: Any = None) -> Iterator[tuple[dict[str, Any], int, bytes]]:
+def each_line(
+    lines: Iterable[bytes], path: Path, key: str, digest: Any = None
+) -> Iterator[tuple[dict[str, Any], int, bytes]]:
     """Every row, where its line begins, and the line."""
     start = 0
     for number, raw in enumerate(lines, start=1):
         if digest is not None:
             digest.update(raw)
+        if number == 1 and raw.startswith(BOM_UTF8):
+            start, raw = len(BOM_UTF8), raw[len(BOM_UTF8) :]
         row = _checked(raw, number, path, key)
         if row is not None:
             yield row, start, raw
@@ -156,13 +161,11 @@ def _each(lines: BinaryIO, path: Path, key: str, digest: Any = None) -> Iterator
 def _checked(raw: bytes, number: int, path: Path, key: str) -> dict[str, Any] | None:
     """The row of a line; None if it is blank."""
     place = f"{key}: line {number} of {str(path)!r}"
+    line = decoded(raw, number, path, key)
+    if not line.strip():
+        return None
     try:
-        line = raw.decode("utf-8")
-        if not line.strip():
-            return None
-        row = json.loads(line) if line[0] == "\ufeff" else _DECODER.decode(line)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place} is not UTF-8: {error}") from error
+        row = json.loads(line) if line[0] == "\ufeff" else DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place} is not JSON: {error}") from error
     except RecursionError:
@@ -174,6 +177,21 @@ def _checked(raw: bytes, number: int, path: Path, key: str) -> dict[str, Any] | 
     return row
 
 
+def decoded(raw: bytes, number: int, path: Path, key: str) -> str:
+    """The text of a line, whose number counts from 1; of the first one, without a byte order mark.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start + 1} is 0x{raw[error.start]:02x} ({error.reason})"
+        raise ConfigError(
+            f"{key}: line {number} of {str(path)!r} is not UTF-8: {found}; must be saved as UTF-8"
+        ) from error
+
+
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without duplicate keys, of which all but the last would be lost."""
     made = dict(pairs)
@@ -183,4 +201,4 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_once_each)
+DECODER = json.JSONDecoder(object_pairs_hook=_once_each)

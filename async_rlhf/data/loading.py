@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import checksum_of
-from async_rlhf.data.json_lines import read_json_lines
-from async_rlhf.data.views import RowView
-from async_rlhf.system.hub import is_path, why_nowhere
+from async_rlhf.data.files import each_row, read_file
+from async_rlhf.data.views import RowView, joined
+from async_rlhf.system.names import TEXT_FILES, find_data
 
 Rows = Sequence[Mapping[str, Any]]
-_FILE_FORMATS = {".json": "json", ".parquet": "parquet", ".csv": "csv"}
+T = TypeVar("T")
 
 
-def load_rows(source: str, split: str = "train", *, columns: Sequence[str] = (), key: str = "data") -> Rows:
-    """All rows of a data set.
+def load_rows(
+    source: str, split: str = "train", *, columns: Sequence[str] = (), numbers: Sequence[str] = (), key: str = "data"
+) -> Rows:
+    """All rows of a data set. No type is guessed: JSON and Parquet say what a value is, and CSV has only text.
 
     Args:
         source: a .jsonl, .json, .parquet or .csv file, a folder of such files named by their splits, one written by
             datasets, or a hub name; "name:config" if the hub has several configurations.
         split: the split to take if there are several.
         columns: columns that must be there.
+        numbers: columns that are numbers in CSV, too.
         key: the configuration key that errors name.
 
     Raises:
         ConfigError: the source does not exist, cannot be read or is empty, or a column is missing.
     """
-    path = _find(source, split, key)
-    rows: Rows = (
-        read_json_lines(path, key) if path.suffix == ".jsonl" else _load_with_datasets(path, source, split, key)
-    )
+    path = find_data(source, split, key)
+    rows: Rows = _load(path, source, split, key, lambda files: joined([read_file(one, key, numbers) for one in files]))
     if len(rows) == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
     check_columns(rows, columns, key, source)
@@ -50,34 +53,57 @@ def stream_rows(source: str, split: str = "train", *, key: str = "data") -> Iter
     Raises:
         ConfigError: the source does not exist or cannot be read.
     """
-    return _load_with_datasets(_find(source, split, key), source, split, key, streaming=True)
+    path = find_data(source, split, key)
+    return _load(path, source, split, key, lambda files: _Files(files, key), streaming=True)
 
 
-def _find(source: str, split: str, key: str) -> Path:
-    """The file or folder that a source names; a path that does not exist for a hub name."""
-    path = Path(source).expanduser()
-    files = [path / f"{split}{suffix}" for suffix in (".jsonl", *_FILE_FORMATS)]
-    path = next((file for file in files if file.is_file()), path)
-    if path.suffix in (".jsonl", *_FILE_FORMATS) and not path.is_file():
-        raise ConfigError(f"{key}: got {source!r}; there is no such file")
-    if is_path(source) and not path.exists():
-        raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
-    if not path.exists() and (why := why_nowhere(source.partition(":")[0], "dataset")) is not None:
-        raise ConfigError(f"{key}: got {source!r}; {why}; must be a file, a folder, or a name on the hub")
-    return path
+@dataclass(frozen=True)
+class _Files:
+    """The rows of files, read anew each time."""
+
+    paths: Sequence[Path]
+    key: str
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return chain.from_iterable(each_row(path, self.key) for path in self.paths)
 
 
-def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
-    """Require the given columns in every row, with a value."""
+def check_columns(
+    rows: Rows | Iterable[Mapping[str, Any]], columns: Sequence[str], key: str, source: str = "the data set"
+) -> None:
+    """Require rows, and the given columns in every row, with a value.
+
+    Raises:
+        ConfigError: a column is missing or null, or these are no rows.
+    """
+    is_frame = not hasattr(rows, "column_names") and (hasattr(rows, "to_dict") or hasattr(rows, "to_dicts"))
+    if isinstance(rows, Mapping) or is_frame:
+        frame = "; of a frame give datasets.Dataset.from_pandas(frame), or frame.to_dict('records')" if is_frame else ""
+        right = f"must be a list of rows, or one split of a data set{frame}"
+        raise ConfigError(f"{key}: got a {type(rows).__name__}; {right}")
     columns = [column for column in columns if not has_all(rows, column)]
     for number, row in enumerate(rows if columns else ()):
         for column in columns:
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{key}: row {number + 1} of {source!r} is a {type(row).__name__}; must be a mapping")
             if row.get(column) is None:
-                found = f"has null as {column!r}" if column in row else f"has no {column!r}"
-                raise ConfigError(f"{key}: row {number + 1} of {source!r} {found}; it has {', '.join(map(repr, row))}")
+                raise ConfigError(f"{key}: row {number + 1} of {source!r} {lacks(row, column)}")
 
 
-def has_all(rows: Rows, column: str) -> bool:
+def lacks(row: Mapping[str, Any], column: str) -> str:
+    """What is wrong with a row that has no value in a column, for errors."""
+    found = f"has null as {column!r}" if column in row else f"has no {column!r}"
+    return f"{found}; it has {', '.join(map(repr, row))}"
+
+
+def columns_of(row: Mapping[str, Any]) -> str:
+    """The columns of a row, for errors: those that are null say so."""
+    filled = [repr(name) for name, value in row.items() if value is not None]
+    nulls = [f"null as {name!r}" for name, value in row.items() if value is None]
+    return ", ".join([*filled, *nulls])
+
+
+def has_all(rows: object, column: str) -> bool:
     """Whether it is known without reading the rows that all have a value in a column."""
     if isinstance(rows, RowView):
         return rows.has_all(column)
@@ -85,37 +111,54 @@ def has_all(rows: Rows, column: str) -> bool:
     return column in getattr(table, "column_names", ()) and table.column(column).null_count == 0
 
 
-def _load_with_datasets(path: Path, source: str, split: str, key: str, streaming: bool = False) -> Any:
+def _load(
+    path: Path, source: str, split: str, key: str, read: Callable[[list[Path]], Any], streaming: bool = False
+) -> Any:
+    """What ``read`` makes of JSON and CSV files; datasets, which would guess their types, reads all else."""
+    if path.is_file() and path.stat().st_size == 0:
+        raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
+    if path.suffix in TEXT_FILES:
+        return read([path])
+
     from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
     how: dict[str, Any] = {"streaming": True} if streaming else {}
     try:
-        if path.suffix in _FILE_FORMATS or path.suffix == ".jsonl":
-            kind = _FILE_FORMATS.get(path.suffix, "json")
+        if path.suffix == ".parquet":
             how = how or _by_content([path])
-            return load_dataset(kind, data_files=str(path), split="train", **how)
+            return load_dataset("parquet", data_files=str(path), split="train", **how)
         if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             loaded = load_from_disk(str(path))
             if not isinstance(loaded, DatasetDict):
                 return loaded.to_iterable_dataset() if streaming else loaded
             loaded = {name: part.to_iterable_dataset() for name, part in loaded.items()} if streaming else loaded
         elif path.is_dir():  # files as <split>.jsonl or <split>-00000-of-00002.parquet
-            named = {} if streaming else load_dataset_builder(str(path)).config.data_files or {}
+            builder = load_dataset_builder(str(path))
+            named = builder.config.data_files or {}
+            if type(builder).__module__.rpartition(".")[2] in ("json", "csv"):
+                return read([Path(file) for file in _split_of(named, split, source, key)])
             how = how or _by_content([Path(file) for files in named.values() for file in files])
             loaded = load_dataset(str(path), **how)
         else:
             name, _, config = source.partition(":")
             return load_dataset(name, config or None, split=split, **how)
-        if split not in loaded:
-            raise ConfigError(f"{key}: {source!r} has no split {split!r}; it has {', '.join(loaded)}")
-        return loaded[split]
+        return _split_of(loaded, split, source, key)
     except ConfigError:
         raise
     except Exception as error:  # datasets raises many unrelated types for a source it cannot read
+        why: BaseException = error
+        while why.__cause__ is not None:  # "An error occurred while generating the dataset" says nothing
+            why = why.__cause__
         raise ConfigError(
-            f"{key}: {source!r} could not be read ({type(error).__name__}: {error}); must be a .jsonl, .json, .parquet "
+            f"{key}: {source!r} could not be read ({type(why).__name__}: {why}); must be a .jsonl, .json, .parquet "
             "or .csv file, a folder of such files or one written by datasets, or a name on the hub"
         ) from error
+
+
+def _split_of(splits: Mapping[Any, T], split: str, source: str, key: str) -> T:
+    if split not in splits:
+        raise ConfigError(f"{key}: {source!r} has no split {split!r}; it has {', '.join(map(str, splits))}")
+    return splits[split]
 
 
 def _by_content(files: Sequence[Path]) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import shown
 from async_rlhf.data.cache import code_of, kept_array
-from async_rlhf.data.loading import Rows
+from async_rlhf.data.loading import Rows, lacks
 from async_rlhf.data.views import fingerprint_of
 
 _ROUNDING = 1e-9
@@ -37,18 +38,16 @@ def read_ratings(rows: Rows, field: str, key: str) -> np.ndarray:
     Raises:
         ConfigError: a rating is missing or is no finite number.
     """
-    found = (_rating(row.get(field), f"{key}: row {number}", field, row) for number, row in enumerate(rows, 1))
+    found = (_rating(row, f"{key}: row {number}", field) for number, row in enumerate(rows, 1))
     base = fingerprint_of(rows)
     of = None if base is None else f"{base} {field!r} {code_of('ratings.py')}"
     return kept_array("ratings", of, np.float64, lambda: np.fromiter(found, np.float64))
 
 
-def _rating(value: object, place: str, field: str, columns: Iterable[str]) -> float:
+def _rating(row: Mapping[str, Any], place: str, field: str) -> float:
+    value = row.get(field)
     if value is None:
-        found = f"has null as {field!r}" if field in columns else f"has no {field!r}"
-        raise ConfigError(
-            f"{place} {found}; it has {', '.join(map(repr, columns))}; must have a rating, a finite number"
-        )
+        raise ConfigError(f"{place} {lacks(row, field)}; must have a rating, a finite number")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         right = "must be 1 or 0" if isinstance(value, bool) else "must be a finite number, without quotes or units"
         raise ConfigError(f"{place}: {field!r} is {shown(value)}, a {type(value).__name__}; {right}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -110,6 +111,41 @@ class Selected(RowView):
         if base is None:
             return None
         return f"{xxhash.xxh3_128_hexdigest(self._numbers.tobytes())} of {base}"
+
+
+class Joined(RowView):
+    """The rows of several data sets, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
+        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __iter__(self) -> Iterator[Row]:
+        return chain.from_iterable(self._parts)
+
+    def _item(self, number: int) -> Row:
+        part = int(np.searchsorted(self._ends, number, side="right"))
+        return self._parts[part][number - int(self._ends[part])]  # from the part's end
+
+    def has_all(self, column: str) -> bool:
+        """Whether every row is known to have a value in a column."""
+        return all(isinstance(part, RowView) and part.has_all(column) for part in self._parts)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """See :attr:`RowView.fingerprint`."""
+        found = [fingerprint_of(part) for part in self._parts]
+        return None if None in found else f"{found} joined"
+
+
+def joined(parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+    """The rows of several data sets, one after the other: in memory if those of each are."""
+    if len(parts) == 1:
+        return parts[0]
+    in_memory = all(isinstance(part, list) for part in parts)
+    return list(chain.from_iterable(parts)) if in_memory else Joined(parts)
 
 
 def fingerprint_of(rows: Sequence[Row]) -> str | None:

@@ -181,8 +181,8 @@ class Learner:
             return checked_optimizer(own, self.model, self.parallel)
         config = self.config
         trained = trainable(self.policy)
-        right = "has no weight that is to be trained; load adapters with is_trainable=True"
-        require(bool(trained), "model", type(self.policy).__name__, right)
+        right = "has no weight that is to be trained; load adapters with is_trainable=True, or merge them first"
+        require(bool(trained), "model", self.policy.config.name_or_path or type(self.policy).__name__, right)
         groups = decayed_groups(trained, config.learning_rate, config.weight_decay)
         if self.value is not None:
             rate = config.learning_rate if self.needs.value_learning_rate is None else self.needs.value_learning_rate

@@ -4,6 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from async_rlhf.config import AdapterConfig, ConfigError
+from async_rlhf.config.base import require
 from async_rlhf.models.quantised import numbers, unquantised
 
 
@@ -33,13 +36,13 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
         task: peft's name of the model's task: "CAUSAL_LM" or "SEQ_CLS".
 
     Raises:
-        ConfigError: peft is not installed, or the model has none of the modules.
+        ConfigError: peft is not installed, the model has none of the modules, or one of them cannot be merged.
     """
     try:
         import peft
     except ImportError as error:
         raise ConfigError("lora.rank: needs peft; pip install 'async-rlhf[peft]'") from error
-    modules = list(config.target_modules) or "all-linear"
+    modules = list(config.target_modules) or _linear_layers(model)
     options: dict[str, Any] = {
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -56,7 +59,34 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
             peft.inject_adapter_in_model(adapters, model)
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: got {config.target_modules!r}: {error}") from error
+    _require_mergeable(model, "lora.target_modules", config.target_modules)
     return model
+
+
+def _linear_layers(model: PreTrainedModel) -> str | list[str]:
+    """What peft is told to adapt: every linear layer but the head. Of a mixture peft itself would take the experts and
+    routers, too, which are no layers of the model but parameters.
+    """
+    if not any(name.endswith("_proj") and parameter.dim() == 3 for name, parameter in model.named_parameters()):
+        return "all-linear"
+    heads = [model.get_output_embeddings(), getattr(model, "score", None)]
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [name for name, module in linear.items() if not any(module is head for head in heads)]
+
+
+def _require_mergeable(model: nn.Module, key: str, value: object) -> None:
+    """Require all adapters to be on linear layers whose weights are theirs alone, so that what is merged, published and
+    saved computes what was trained.
+    """
+    parameters = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    count = Counter(number for _, number in parameters)
+    tied = {name.partition(".base_layer.")[0] for name, number in parameters if count[number] > 1}
+    for name, layer in _layers(model).items():
+        base = layer.get_base_layer()
+        why = "shares its weight with another one (tie_word_embeddings)" if name in tied else ""
+        if not isinstance(base, (nn.Linear, Conv1D)):
+            why = f"is a {type(base).__name__} and no linear layer"
+        require(not why, key, value, f"{name} {why}; must be linear layers with weights of their own, such as q_proj")
 
 
 @contextmanager
@@ -93,6 +123,7 @@ def unwrap(model: Any) -> PreTrainedModel:
                 f"model: got the adapter {name!r} of type {config.peft_type}; must be LoRA without DoRA, biases and "
                 "modules_to_save, which can be merged"
             )
+        _require_mergeable(base, "model", f"the adapter {name!r}")
     return base
 
 

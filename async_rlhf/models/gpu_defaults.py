@@ -86,17 +86,28 @@ def packs_rows(model: Model | None, trust: bool) -> bool:
         model: a model, a folder or a hub name; None for a new one.
         trust: whether Python code that comes with it may be run.
     """
-    if isinstance(model, str):
-        described = config_of("model", model, trust)
-        if described is None:  # adapters, or nothing: the model itself will say
-            return False
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
-        except Exception as error:  # a model of another kind, or one that needs its weights; it only loses a default
-            logger.debug("whether rows can be packed is not known: %s", error)
-            return False
-    return model is None or obstacle_in_code(model) is None
+    if model is None:
+        return True
+    bare = bare_model(model, trust)
+    return bare is not None and obstacle_in_code(bare) is None
+
+
+def bare_model(model: Model, trust: bool) -> PreTrainedModel | None:
+    """A model that is given by name without its weights; any other as it is. None if that cannot be made: the model
+    itself will say what is wrong with it.
+    """
+    if not isinstance(model, str):
+        return model
+    described = config_of("model", model, trust)
+    if described is None:  # adapters, or nothing
+        return None
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
+    except Exception as error:  # a model of another kind, or one that needs its weights
+        logger.debug("what the model is made of is not known before it is loaded: %s", error)
+        return None
+    return model
 
 
 def _dependent(config: OnlineConfig | StageConfig) -> dict[str, object]:

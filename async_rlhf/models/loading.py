@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -31,8 +33,9 @@ from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
 from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
 from async_rlhf.models.weight_sources import OnlyWholeError
 from async_rlhf.models.weights import checksum, of_digests
-from async_rlhf.system.hub import is_path, why_nowhere
+from async_rlhf.system.names import base_of, check_folder, check_source, with_revision
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 SMALL = 10**9
 """Bytes of a model that is loaded or saved within seconds, and needs no bar."""
 
@@ -70,34 +73,6 @@ Model = TypeVar("Model", bound=nn.Module)
 def default_device() -> torch.device:
     """The first GPU, or the CPU."""
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def with_revision(name: str) -> tuple[str, str | None]:
-    """A hub name such as "owner/model@revision" as name and revision; a folder, and a name without one, as it is.
-
-    A revision is a branch, a tag or a commit of the repository.
-    """
-    model, at, revision = name.rpartition("@")
-    if not at or Path(name).expanduser().is_dir():
-        return name, None
-    return model, revision
-
-
-def check_source(name: str | None, key: str) -> None:
-    """Require a name to be that of a folder, or one that the hub may have, maybe with a revision.
-
-    Raises:
-        ConfigError: it can only be a folder's, and there is none; or it has an empty revision.
-    """
-    if name is None or Path(name).expanduser().is_dir():
-        return
-    hub_name, revision = with_revision(name)
-    require(revision != "", key, name, "must have a branch, a tag or a commit after the @")
-    right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
-    if Path(name).expanduser().exists():
-        raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
-    require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {right}")
-    require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {right}")
 
 
 def brings_code(kind: type) -> bool:
@@ -141,16 +116,20 @@ def load_tokenizer(name: str, key: str = "model", *, trust: bool = False) -> Pre
     Raises:
         ConfigError: there is none, or it has no end-of-sequence token, or it brings code that is not trusted.
     """
+    folder = Path(name).expanduser()
+    found, right = f"{key}: no tokenizer could be loaded from {name!r}", "must be a folder with tokenizer files"
+    if folder.is_dir() and not any(next(folder.glob(kind), None) for kind in _TOKENIZER_FILES):
+        adapters = f"; the folder has only adapters, of {base!r}" if (base := base_of(folder)) else ""
+        raise ConfigError(f"{found}; it has none{adapters}; {right} beside the model")
     try:
         tokenizer = from_pretrained(AutoTokenizer, name, key, trust)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}: {error}") from error
+        raise ConfigError(f"{found}: {error}") from error
     # From a folder with only a model, transformers makes a tokenizer without a vocabulary.
     if not tokenizer.encode("a", add_special_tokens=False):
-        right = "must be a folder with tokenizer files beside the model"
-        raise ConfigError(f"{key}: no tokenizer could be loaded from {name!r}; it has none; {right}")
+        raise ConfigError(f"{found}; it has none; {right} beside the model")
     return check_tokenizer(tokenizer)
 
 
@@ -228,7 +207,13 @@ def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> Pre
     """Require the head that scores are read from."""
     if not isinstance(getattr(model, "score", None), nn.Module):
         raise ConfigError(f"{key}: {type(model).__name__} has no head named `score`; must be a decoder model with one")
+    scores = getattr(model.score, "out_features", 1)
+    require(scores == 1, key, model.config.name_or_path or type(model).__name__, _one_score(scores))
     return model
+
+
+def _one_score(labels: int) -> str:
+    return f"it gives each text {labels} numbers (num_labels); must be a model that gives one, its score"
 
 
 def reward_model_for(
@@ -252,6 +237,7 @@ def reward_model_for(
 def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **options: Any) -> PreTrainedModel:
     """A complete model, in float32 unless said otherwise: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
+    check_folder(name, key)
     try:
         found = _load_unread(kind, name, key, trust, **options) if on_meta else None
         options = {"dtype": torch.float32, "output_loading_info": True, **options}
@@ -259,6 +245,9 @@ def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if kind is not AutoModelForCausalLM and "ignore_mismatched_sizes" in str(error):
+            labels = from_pretrained(AutoConfig, name, key, trust).num_labels
+            require(labels == 1, key, name, _one_score(labels))
         raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
@@ -455,6 +444,22 @@ def tokenizer_for(
     if not name:
         raise ConfigError("processing_class: got None, and the model does not say where it was loaded from; give one")
     return load_tokenizer(name, "processing_class" if not isinstance(model, str) else "model", trust=trust)
+
+
+def that_stops(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()
+) -> GenerationConfig:
+    """The model's generation config, with all that ends its completions: the tokenizer's end of sequence, and those
+    given. One that says nothing of ends gets the tokenizer's padding, too.
+    """
+    found = copy.deepcopy(getattr(model, "generation_config", None) or GenerationConfig())
+    given = found.eos_token_id
+    own = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    more = [stop for stop in stop_token_ids(model, tokenizer, ids=stops) if stop not in own]
+    found.eos_token_id = own + more
+    if not own:
+        found.pad_token_id, found.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
+    return found
 
 
 def stop_token_ids(

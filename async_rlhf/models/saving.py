@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, save_adapters
 from async_rlhf.models.conversion import layer_of
-from async_rlhf.models.loading import quietly, stop_token_ids
+from async_rlhf.models.loading import quietly, that_stops
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights, iterate_weights, kept_dtype
@@ -37,8 +37,9 @@ def write_model(
     """Write model and tokenizer into a folder, adapters merged; a language model's adapters are also written beside it.
 
     A reward or value model's adapters are not: without its head, which is trained too, they would be no model. The
-    generation config states the end-of-sequence token, so that generation from the saved model stops. Every rank of
-    ``parallel`` must call it with the same folder; rank 0 writes. Weights are rounded to ``dtype``, but not buffers.
+    generation config is the model's, and states the end-of-sequence token, so that generation from the saved model
+    stops. Every rank of ``parallel`` must call it with the same folder; rank 0 writes. Weights are rounded to
+    ``dtype``, but not buffers.
     """
     adapters = None
     if has_adapters(model) and model.can_generate():
@@ -50,7 +51,7 @@ def write_model(
         deque(tensors or (), maxlen=0)  # gathers what rank 0 writes
         return
     if model.can_generate():
-        model.generation_config = _that_stops(model, tokenizer)
+        model.generation_config = that_stops(model, tokenizer)
     if dtype is not None and rounded and tensors is not None:
         buffers = dict(model.named_buffers())
         tensors = ((name, tensor.to(kept_dtype(name, tensor, buffers, dtype))) for name, tensor in tensors)
@@ -58,14 +59,6 @@ def write_model(
         model = plain_copy(model, tokenizer, parallel)
         model = model.to(dtype) if rounded else model
     write_copy(model, tokenizer, folder, tensors, adapters)
-
-
-def _that_stops(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    return GenerationConfig(
-        eos_token_id=list(stop_token_ids(model, tokenizer)),
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )
 
 
 def write_copy(
@@ -87,14 +80,22 @@ def write_copy(
     """
     if adapters is not None:
         save_adapters(model, adapters, folder / "adapter")
+    generation = model.generation_config if model.can_generate() else None
     try:
+        if generation is not None:  # of what base models come with, transformers refuses to write some
+            model.generation_config = GenerationConfig()
         with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
             if tensors is None:
                 model.save_pretrained(folder)
             else:
                 _write_in_files(model, folder, tensors)
+        if generation is not None:
+            (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
     except SafetensorError as error:  # a full disk comes as this, not as an OSError
         raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
+    finally:
+        if generation is not None:
+            model.generation_config = generation
     tokenizer.save_pretrained(folder)
 
 
@@ -140,7 +141,7 @@ def plain_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, paral
     if hasattr(model, "_weight_conversions"):  # how transformers renames loaded weights
         plain._weight_conversions = model._weight_conversions
     if model.can_generate():
-        plain.generation_config = _that_stops(model, tokenizer)
+        plain.generation_config = that_stops(model, tokenizer)
     if has_adapters(model):
         plain.peft_config = model.peft_config  # how its adapters are described in files
     return plain

@@ -10,7 +10,6 @@ import inspect
 import logging
 import queue
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -24,29 +23,18 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 from torch import Tensor
 from transformers import PreTrainedModel
-from xxhash import xxh32
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.models.forward import Row, autocast_dtype, score_batch
 from async_rlhf.models.frozen_models import hold_linear
 from async_rlhf.rewards.calls import RemoteError
-from async_rlhf.rewards.functions import (
-    RewardError,
-    RewardFunction,
-    call_reward_functions,
-    has_failed,
-    judge,
-    raise_or_warn,
-)
+from async_rlhf.rewards.functions import RewardError, RewardFunction, call_reward_functions, has_failed, raise_or_warn
 from async_rlhf.rewards.scorer import Scorer
-from async_rlhf.system.random_state import seed_all
+from async_rlhf.rewards.shares import Judged, SharedFunctions
 from async_rlhf.system.trace import Trace
 
 logger = logging.getLogger(__name__)
-
-Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
-"""For each function: its name, the rewards, and, if something is wrong with them, the message and its traceback."""
 
 _LOOK_SECONDS = 5.0
 
@@ -65,7 +53,7 @@ class RewardActor(Signs):
         super().__init__()
         self._reference, self._pickled, self._seed, self._place = model, functions, seed, place
         self._model: PreTrainedModel | None = None
-        self._functions: dict[str, RewardFunction] | None = None
+        self._functions: SharedFunctions | None = None
 
     @ray.method(concurrency_group="work")
     def score(self, batches: list[list[Row]], autocast: torch.dtype | None) -> list[Tensor]:
@@ -76,31 +64,12 @@ class RewardActor(Signs):
         return [score_batch(self._model, batch, autocast) for batch in batches]
 
     @ray.method(concurrency_group="work")
-    def call(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        columns: dict[str, list[Any]],
-        timeout: float | None,
-        skip: bool,
-    ) -> Judged:
-        """The rewards of all functions; without ``skip``, only up to the first that fails.
-
-        What they draw from the global random generators depends on the run's seed and the completions, and not on what
-        this actor was asked before, or on restarts.
-        """
+    def call(self, *arguments: Any) -> Judged:
+        """See :meth:`~async_rlhf.rewards.shares.SharedFunctions.call`."""
         if self._functions is None:
             torch.set_num_threads(self._place.threads)
-            self._functions = cloudpickle.loads(self._pickled)
-        seed_all(xxh32(repr((self._seed, prompts, completions)).encode(errors="surrogatepass")).intdigest())
-        found: Judged = []
-        for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout):
-            trace = traceback.format_exception(error.__cause__) if error is not None and error.__cause__ else []
-            told = None if error is None else (str(error), "".join(trace))
-            found.append((name, rewards, told))
-            if error is not None and not skip:
-                break
-        return found
+            self._functions = SharedFunctions(cloudpickle.loads(self._pickled), self._seed)
+        return self._functions.call(*arguments)
 
 
 class RewardPool:
@@ -248,7 +217,9 @@ class RayScorer(Scorer):
         if self._any_shared:
             columns_of = [part and {name: values[part] for name, values in columns.items()} for part in parts]
             given = zip(parts, columns_of, strict=True)
-            shares = [part and (prompts[part], completions[part], own, timeout, self.skip) for part, own in given]
+            shares = [
+                part and (prompts[part], completions[part], own, samples, timeout, self.skip) for part, own in given
+            ]
             answers = self._pool.ask("call", shares)
         rewards = call_reward_functions(self._here, prompts, completions, columns, timeout, self.skip)
         for judged in answers():

@@ -192,16 +192,17 @@ class Scorer:
             scores_R = torch.where(_ended(samples), scores_R, base_R + config.penalty_reward_value)
         return scores_R
 
-    def begin(self, index: int, first: int, groups: Sequence[Group]) -> None:
+    def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int | None = None) -> None:
         """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
         learner is computed from now on, or once the batch is whole, unless a function keeps a state, and so has to see
         the batches in their turn. From any thread of rank 0.
 
-        Held-out answers have minus their version as the batch. Functions that judge a whole batch see them, and the
-        batch after them, in their turn: a function that draws random numbers is to draw the same ones in every run.
+        Held-out answers have minus their version as the batch, and are so many ``prompts``. Functions that judge a
+        whole batch see them, and the batch after them, in their turn: a function that draws random numbers is to draw
+        the same ones in every run.
         """
         if not self.state() and (index > 0 or not self._ordered):
-            self._early.begin(index, first, groups, self.config.batch_size)
+            self._early.begin(index, first, groups, self.config.batch_size if prompts is None else prompts)
 
     def expect(self, batch: int, evaluation: int | None) -> None:
         """Say that all evaluations up to ``batch`` have been asked for, and that the answers of the version

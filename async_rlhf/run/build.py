@@ -41,7 +41,7 @@ from async_rlhf.models.budget import with_checkpointing
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions, config_of, length_key, with_prompt_cap
 from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
-from async_rlhf.models.gpu_defaults import with_gpu_defaults
+from async_rlhf.models.gpu_defaults import bare_model, with_gpu_defaults
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.loading import (
     check_embeddings,
@@ -54,6 +54,7 @@ from async_rlhf.models.loading import (
     require_repeatable,
     reward_model_for,
     stop_token_ids,
+    that_stops,
     tokenizer_for,
 )
 from async_rlhf.models.packing import require_heads
@@ -70,9 +71,9 @@ from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, 
 from async_rlhf.run.record import Record, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
-from async_rlhf.run.trackers import check_integrations
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
+from async_rlhf.system.names import check_integrations, check_source
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.system.versions import code
 
@@ -190,6 +191,10 @@ def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str 
     check_integrations(config.report_to)
     require_bitsandbytes(config.reward_model_bits, f"{prefix}reward_model_bits")
     require_bitsandbytes(config.lora.base_bits, f"{prefix}lora.base_bits")
+    if config.lora.target_modules and isinstance(model, str):
+        check_source(model, "model")
+        if (bare := bare_model(model, config.trust_remote_code)) is not None:
+            add_adapters(bare, config.lora, config.seed)  # an error before the weights are loaded
     ranks = start_ranks(config)
     watch = FailureDetector(ranks)
     with watch.watching():
@@ -437,7 +442,7 @@ def _load_models(
     check_positions(policy, config.prompt_cap, config.generation.longest_episode, length_key(config.generation))
     params = _sampling(config, policy, chat, inputs)
     # The saved policy then stops at the same tokens as in training.
-    policy.generation_config.eos_token_id = list(params.stop_token_ids)
+    policy.generation_config = that_stops(policy, tokenizer, params.stop_token_ids)
     reward, named = None, config.reward_model_device
     known = inputs.reward_model is not None or named in (None, "learner")
     require(known, "reward_model_device", named, "must be null: there is no reward model")

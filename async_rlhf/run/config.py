@@ -18,7 +18,7 @@ from async_rlhf.config.rewards import check_bits, check_functions, check_rewards
 class DataConfig(PromptsConfig, HeldOutRowsConfig):
     """Where prompts come from."""
 
-    train: str = key(REQUIRED, main="data and models")
+    train: str = key(REQUIRED, main="data and models", names="data")
     """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
     streaming: bool = False
     """Take the training prompts in their order, as they come, and from the start again at their end: a data set on the
@@ -37,34 +37,34 @@ class DataConfig(PromptsConfig, HeldOutRowsConfig):
 class RunConfig(Checked):
     """Online training: ``async-rlhf train``."""
 
-    model: str = key(REQUIRED, main="data and models")
+    model: str = key(REQUIRED, main="data and models", names="model")
     """The policy to start from, a folder or a name on the hub. Every name of a model or tokenizer on the hub may say a
     branch, a tag or a commit: owner/model@revision."""
     data: DataConfig = key(REQUIRED)
     """Where prompts come from."""
-    reward_model: str | None = key(None, main="data and models")
+    reward_model: str | None = key(None, main="data and models", names="model")
     """A sequence-classification model with one output, read at the last token: a folder or a name on the hub."""
-    reward_funcs: list[str] = key([], main="data and models")
+    reward_funcs: list[str] = key([], main="data and models", names="function")
     """Instead of or besides reward_model, Python functions as "module:function" or "file.py:function", optionally with
     literal keyword arguments, called as f(prompts=..., completions=..., **columns) and returning one number per
     completion. They may be async; all are called at the same time."""
-    environment: str | None = None
+    environment: str | None = key(None, names="function")
     """What answers the policy's messages until an episode is over, "module:Class" or "file.py:Class", optionally with
     literal keyword arguments. It may give rewards; train.generation.max_turns says most answers of the policy."""
-    tools: list[str] = key([])
+    tools: list[str] = key([], names="function")
     """Instead of an environment, functions that the policy may call, as "module:function" or "file.py:function". Some
     come along, in async_rlhf.tasks.tools."""
-    agent: str | None = None
+    agent: str | None = key(None, names="function")
     """Instead, an agent, "module:function" or "file.py:function": an async function of a client and a row, which asks
     the policy by an OpenAI-compatible endpoint and returns a reward."""
-    ref_model: str | None = None
+    ref_model: str | None = key(None, names="model")
     """The reference policy; null takes the policy's starting weights."""
-    value_model: str | None = None
+    value_model: str | None = key(None, names="source")
     """The value model that PPO starts from, such as the value_model folder of an earlier run's checkpoint; null takes
     the reward model."""
-    tokenizer: str | None = None
+    tokenizer: str | None = key(None, names="source")
     """The tokenizer, a folder or a name on the hub; null takes the policy's."""
-    callbacks: list[str] = key([])
+    callbacks: list[str] = key([], names="function")
     """transformers' callbacks as "module:Class" or "file.py:Class"."""
     train: OnlineConfig = key(lambda: find("online_dpo").config())
     """Everything about the training itself; the keys depend on the algorithm."""
@@ -116,6 +116,11 @@ class RunConfig(Checked):
         require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
         steps, held = self.train.eval_steps, self.data.eval is not None or self.data.eval_fraction is not None
         require(steps == 0 or held, "train.eval_steps", steps, "must be 0 without data.eval or data.eval_fraction")
+        if not held:
+            names = ("train.eval_temperature", "train.eval_samples_per_prompt")
+            self.leaves_out(names, "without data.eval or data.eval_fraction")
+        if self.reward_model is None:
+            self.leaves_out(["train.reward_model_weight"], "without reward_model")
         judged = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
         check_rewards(judged, held, self.train.feedback, self.reward_model)
         check_functions(self.tools, "tools")
@@ -133,7 +138,7 @@ class RunConfig(Checked):
 class ReplayConfig(OfRunConfig, RepeatableConfig):
     """Repeat a run from its record: ``async-rlhf replay RUN``. Bounded staleness needs it; exact runs repeat anyway."""
 
-    output_dir: str | None = key(None, FOLDER, role="place")
+    output_dir: str | None = key(None, *FOLDER, role="place")
     """Where the repeated run goes; null for the folder "replay" in the run's folder."""
 
 

@@ -1,6 +1,6 @@
 """Where a run's measures part from its score, which is what a policy looks like that exploits its reward.
 
-The run looks after each logged batch, and the page about it at its end: by the same rules, with the same thresholds.
+The run looks after logged batches, and the page about it at its end: by the same rules, with the same thresholds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ LEAST = 8
 FEWEST = 6
 """Logged batches from which start and end are compared."""
 CHANCE = 1e-4
-"""How likely a difference may be where there is none: so small because a run looks after every batch."""
+"""How likely a difference may be where there is none: so small because a run looks so often."""
+EACH = 100
+"""Logged batches that a run looks after one by one; later it looks each time that there is one in so many more."""
 KL_PER_TOKEN = 0.05
 """Nats per token to the reference, below which its growth is nothing to tell."""
 KL_RISE = 1.25
@@ -217,6 +219,9 @@ class Watch:
     def look(self, row: Mapping[str, Any]) -> None:
         """See the metrics of one more batch."""
         self._rows.append({key: x for key, x in row.items() if key in _READ or key.startswith("reward/")})
+        count = len(self._rows)
+        if count % max(1, count // EACH):  # it reads all of them: so all looks together take time linear in the run
+            return
         with suppress(ArithmeticError):  # of numbers that are too large: no reason to end a run
             for parting in partings(self._rows, self._weights, self.said):
                 if parting.metric not in self.said:

@@ -83,7 +83,8 @@ def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus:
 
 
 def better_threads(rows: Sequence[Row], generator: int, workers: int, learner: int) -> str:
-    """Which numbers of threads would keep neither side waiting, if those of an asynchronous run did; else "".
+    """Which numbers of threads would keep neither side waiting, if those of an asynchronous run did; else, and if no
+    batch was logged, "".
 
     Times are taken to shrink with the number of threads. A run with other numbers is another run, as its sums round
     otherwise; so this is said, and not done.
@@ -94,6 +95,8 @@ def better_threads(rows: Sequence[Row], generator: int, workers: int, learner: i
         workers: how many of these there are.
         learner: threads of the learner.
     """
+    if not rows:  # none was logged
+        return ""
     sampling = _mean(rows, "time/generate") * generator
     learning = (_mean(rows, "time/batch") - _mean(rows, "time/wait")) * learner
     cores = workers * generator + learner

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -26,8 +25,6 @@ from transformers.integrations.integration_utils import (
     WandbCallback,
     default_logdir,
 )
-
-from async_rlhf.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -369,27 +366,3 @@ def _cell(value: Any) -> str:
         return f"{value:.6g}"
     text = html.escape("" if value is None else str(value), quote=False)
     return text.replace("|", "&#124;").replace("\r", "").replace("\n", "<br>").replace("  ", "&nbsp; ")
-
-
-_MODULES = {
-    **{name: (name,) for name in ("wandb", "trackio", "mlflow", "clearml", "codecarbon", "comet_ml", "dagshub")},
-    **{name: (name,) for name in ("dvclive", "neptune", "swanlab")},
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "flyte": ("flytekit",),
-}
-"""By the integration's name, the modules of which it needs one."""
-
-
-def check_integrations(names: Sequence[str]) -> None:
-    """Require integrations that transformers knows and that are installed; to be called before anything is loaded.
-
-    Raises:
-        ConfigError: says how to install what is missing.
-    """
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"report_to: got {name!r}; must be one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
-        modules = _MODULES.get(name, ())
-        if modules and all(find_spec(module) is None for module in modules):
-            package = modules[0].replace("_", "-")
-            raise ConfigError(f"report_to: got {name!r}, which is not installed; pip install {package}")

@@ -20,7 +20,7 @@ from async_rlhf.algorithms.reinforce import RLOO
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
-from async_rlhf.data.loading import Rows
+from async_rlhf.data.loading import Rows, check_columns
 from async_rlhf.data.unsized import Stream, is_unsized
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
@@ -109,6 +109,8 @@ class OnlineTrainer:
         record: Record | None = None,
         start: Start | None = None,
     ) -> None:
+        check_columns(train_dataset, (), "train_dataset")
+        check_columns(eval_dataset if eval_dataset is not None else (), (), "eval_dataset")
         if formatting_func is not None:
             train_dataset = formatted(train_dataset, formatting_func, prompt_field)
             if eval_dataset is not None:
@@ -333,7 +335,8 @@ def train(run: Run) -> OnlineTrainerState:
 
 def _arrived(run: Run, index: int, first: int, groups: Sequence[Group]) -> None:
     """Let what needs no weights of the policy begin with prompts that have been sampled."""
-    run.scorer.begin(index, first, groups)
+    held_out = run.eval_prompts.stream if run.eval_prompts is not None and index < 0 else None
+    run.scorer.begin(index, first, groups, None if held_out is None else held_out.epoch_size)
     run.learner.begin(index, first, groups)
 
 

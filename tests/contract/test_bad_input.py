@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas
+import peft
 import pytest
-from tiny import byte_tokenizer, count_letters
+from datasets import Dataset, DatasetDict
+from tiny import byte_tokenizer, count_letters, new_reward_model
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
-from async_rlhf import GenerationConfig, GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
+from async_rlhf import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
-from async_rlhf.config import ConfigError, GroupConfig, engines
+from async_rlhf.commands.table import COMMANDS, import_attribute
+from async_rlhf.config import ConfigError, GroupConfig, SFTConfig, engines
 from async_rlhf.config.parsing import parse
-from async_rlhf.models.loading import load_policy, load_reward_model
+from async_rlhf.data.formats import RowReader, first_words
+from async_rlhf.models.loading import check_reward_model, load_policy, load_reward_model, load_tokenizer
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
+from async_rlhf.system.names import check_names
 from async_rlhf.tasks.docstrings.config import DocstringsConfig
 from async_rlhf.tasks.docstrings.harvest import run_data
 
@@ -300,6 +307,155 @@ def test_prompts_over_the_limit_are_dropped_and_counted(make_policy, tokenizer, 
     assert "dropped 1 of 21 prompts: not 1 to 32 tokens" in caplog.text
 
 
+IGNORED = {
+    "pairs --from_ratings r.jsonl --output o.jsonl": (
+        "with from_ratings",
+        {"top_p": 0.9, "top_k": 5, "parallel.ranks": 2, "trust_remote_code": "true", "batch_size": 3, "device": "cpu"},
+    ),
+    "pairs --model m --prompts p --reward_model r --output o.jsonl": ("without from_ratings", {"margin": 1}),
+    "evaluate --generations g --output_dir o --reward_model r": (
+        "with generations",
+        {"dtype": "bfloat16", "vllm.block_size": 16, "top_k": 5, "seed": 3, "engine": "vllm", "split": "test"},
+    ),
+    "evaluate --models.a m --data d --output_dir o --reward_model r": (
+        "without judge.url",
+        {"judge.model": "j", "judge.max_tokens": 3, "judge.concurrency": 2, "judge.prompt_file": "f"},
+    ),
+    "evaluate --models.a m --data d --output_dir o --judge.url http://a --judge.model j": (
+        "with judge.url",
+        {"reward_model": "r", "reward_funcs": "[a:b]", "penalties": "training", "reward_tokenizer": "t"},
+    ),
+    "relabel --data d --output_dir o --reward_funcs a:b": (
+        "without reward_model",
+        {"batch_size": 3, "dtype": "float16"},
+    ),
+    "sft --train t --output_dir o --model m": (
+        "with model",
+        {"new_model.hidden_size": 64, "new_model.vocab_size": 300, "new_model.architecture": "llama"},
+    ),
+    "sft --train t --output_dir o": (
+        "(with rank 0|without eval)",
+        {"lora.alpha": 3, "lora.target_modules": "[a]", "eval_split": "test"},
+    ),
+    "reward --train t --output_dir o --model m": (
+        "(with rank 0|without eval|without reference)",
+        {"lora.alpha": 3, "eval_split": "test", "reference_split": "test"},
+    ),
+    "train --model m --data.train d --reward_funcs a:b": (
+        "(with rank 0|without (data.eval|max_turns|metric_for_best_model|stop_at|reward_model|feedback.ask))",
+        {"train.lora.alpha": 3, "data.eval_split": "test", "train.eval_temperature": 1, "train.stop_patience": 2}
+        | {"train.eval_samples_per_prompt": 2, "train.generation.step_timeout": 3, "train.greater_is_better": "false"}
+        | {"train.reward_model_weight": 2, "train.feedback.answers": 2},
+    ),
+    "train --model m --data.train d --reward_funcs a:b --train.staleness 0": (
+        'with placement "inline"',
+        {"train.generation.workers": 2, "train.generation.device": "cpu"},
+    ),
+    "train --model m --data.train d --reward_funcs a:b --train.generation.engine vllm "
+    "--train.generation.placement server --train.generation.urls [http://a]": (
+        'with placement "server"',
+        {"train.generation.workers": 2, "train.generation.device": "cpu"},
+    ),
+}
+"""What is ignored, and by what: each key is refused, and the error names both."""
+
+
+@pytest.mark.parametrize("line", IGNORED)
+def test_a_key_that_would_be_ignored_is_refused(line):
+    why, keys = IGNORED[line]
+    command, *words = line.split()
+    kind = import_attribute(COMMANDS[command].config)
+    parse(kind, command, words)
+    for key, value in keys.items():
+        group, _, name = key.rpartition(".")
+        told = group.rpartition(".")[2] if group in ("parallel", "vllm") else name  # left out as a whole
+        with pytest.raises(ConfigError, match=rf"{told}: got .*; must be left out {why}"):
+            parse(kind, command, [*words, f"--{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (pandas.DataFrame({"query": ["a"]}), r"got a DataFrame; .*Dataset.from_pandas\(frame\), or frame.to_dict"),
+        (
+            DatasetDict({"train": Dataset.from_list([{"query": "a"}])}),
+            "got a DatasetDict; .*, or one split of a data set",
+        ),
+        ("prompts.jsonl", "row 1 of 'the data set' is a str; must be a mapping"),
+        ([{"query": "a"}, {"query": None}], "row 2 of 'the data set' has null as 'query'; it has 'query'"),
+    ],
+)
+@pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
+def test_what_are_no_rows_is_named(make_policy, tokenizer, prompts, make_args, rows, expected, key):
+    given = {"train_dataset": prompts, key: rows}
+    with pytest.raises(ConfigError, match=f"{key}: {expected}"):
+        OnlineDPOTrainer(make_policy(), make_args(), **given, reward_funcs=count_letters, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "a", "completion": None}, "row 1 has 'prompt', null as 'completion'; must have"),
+        ({"prompt": None, "completion": "a"}, "row 1 has 'completion', null as 'prompt'; must have"),
+        ({"text": None}, "row 1 has null as 'text'; must have"),
+    ],
+)
+def test_null_in_a_column_is_said(row, expected):
+    with pytest.raises(ConfigError, match=expected):
+        list(RowReader(None, "train").demonstrations([row]))
+    with pytest.raises(ConfigError, match="train: row 1 has null as 'rejected'; it has 'chosen', 'rejected'"):
+        list(RowReader(None, "train").preferences([{"chosen": "a", "rejected": None}]))
+    with pytest.raises(ConfigError, match=expected):
+        first_words([row], 1, "train")
+
+
+@pytest.fixture
+def folders(tmp_path, make_policy, tokenizer) -> Path:
+    """Models that lack something."""
+    write_model(make_policy(), tokenizer, tmp_path / "whole")
+    write_model(new_reward_model(num_labels=2), tokenizer, tmp_path / "two labels")
+    for lacking in ("config.json", "model.safetensors", "tokenizer*"):
+        left_out = shutil.ignore_patterns(lacking)
+        shutil.copytree(tmp_path / "whole", tmp_path / f"no {lacking}", ignore=left_out)
+    for base, name in ((tmp_path / "whole", "adapters"), (tmp_path / "gone", "adapters of nothing")):
+        config = peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM")
+        adapted = peft.get_peft_model(make_policy(), config)
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
+        adapted.save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("no config.json", "no config.json'; the folder has no config.json; must be a folder with a model"),
+        ("no model.safetensors", "no model.safetensors'; the folder has no weights; must have model.safetensors"),
+        ("no tokenizer*", "no tokenizer could be loaded from '.*'; it has none; must be a folder with tokenizer files"),
+        ("adapters", "loaded from '.*adapters'; it has none; the folder has only adapters, of '.*whole'; must be"),
+        (
+            "adapters of nothing",
+            "of nothing', which has only adapters of '.*gone': base_model.* got '.*gone'; there is no",
+        ),
+        ("whole/config.json", "whole/config.json', which is a file; must be a folder with a model, or a hub name"),
+    ],
+)
+def test_a_folder_that_is_no_model_says_what_it_lacks(folders, name, expected):
+    source, lacks_tokenizer = str(folders / name), name in ("no tokenizer*", "adapters")
+    (folders / "rows.jsonl").write_text('{"text": "a"}')
+    config = SFTConfig(str(folders / "rows.jsonl"), "out", model=source)
+    for looks in (load_tokenizer,) if lacks_tokenizer else (load_policy, lambda _: check_names((config, ""))):
+        with pytest.raises(ConfigError, match=f"model: .*{expected}"):
+            looks(source)
+
+
+def test_a_reward_model_with_two_labels_is_named(folders):
+    expected = r"reward_model: got '.*two labels'; it gives each text 2 numbers \(num_labels\); must be a model that"
+    with pytest.raises(ConfigError, match=expected):
+        load_reward_model(str(folders / "two labels"))
+    with pytest.raises(ConfigError, match=r"reward_model: .* it gives each text 2 numbers"):
+        check_reward_model(new_reward_model(num_labels=2))
+
+
 def test_a_tokenizer_needs_an_end_of_sequence_but_no_padding(make_policy, prompts, make_args):
     bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
     options = {"reward_funcs": count_letters, "processing_class": bare}
@@ -498,16 +654,12 @@ def test_a_full_disk_ends_the_run_with_what_was_written_intact(files):
     assert [json.loads(line)["batch"] for line in lines] == list(range(1, 9))
 
 
-def test_an_unwritable_output_dir_is_named(make_policy, tokenizer, prompts, tmp_path):
+def test_an_unwritable_output_dir_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    args = OnlineDPOConfig(
-        output_dir=str(tmp_path / "file" / "run"),
-        total_episodes=8,
-        max_prompt_length=32,
-        generation=GenerationConfig(response_length=8),
-    )
+    with pytest.raises(ConfigError, match=r"output_dir: got .*file/run'; is inside a file; must be in a folder"):
+        OnlineDPOConfig(output_dir=str(tmp_path / "file" / "run"), total_episodes=8)
     with pytest.raises(ConfigError, match="output_dir: '/proc' cannot be written to"):
         hold_folder(Path("/proc"))  # where even root can make no file
     with pytest.raises(ConfigError, match=r"output_dir: .*file/run' cannot be made"):
-        OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+        hold_folder(tmp_path / "file" / "run")
     assert os.listdir(tmp_path) == ["file"]

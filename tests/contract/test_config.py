@@ -28,7 +28,7 @@ from async_rlhf.run.config import DataConfig, RunConfig
 
 FILES = {**SEEDS, **{f"train {name}": f"{SEEDS['train']}algorithm: {name}\n" for name in BUILT_IN}}
 FILES["config"] = "file: config.yml\n"  # itself
-FILES["evaluate"] += "judge: {max_tokens: 2}\nvllm: {options: {}}\n"
+FILES["evaluate"] += "judge: {max_tokens: 16}\nvllm: {options: {}}\n"
 
 
 def built(kind: type[Any], values: dict[str, Any]) -> Any:

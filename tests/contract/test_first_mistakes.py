@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,9 @@ from async_rlhf.config.parsing import FEW, options_of
 from async_rlhf.config.spelling import _ELSEWHERE
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
-from async_rlhf.run import trackers
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan.config import PlanConfig
+from async_rlhf.system import names
 
 RECIPE = """\
 model: model  # the first line
@@ -173,10 +175,63 @@ def test_a_missing_place_is_said_to_be_missing_and_nothing_is_left(
     assert [path for path in sorted(Path().rglob("*")) if "__pycache__" not in path.parts] == before
 
 
+MISSPELT = """
+train --data.train p.jsonl --reward_funcs statistics:mean --model nope
+train --data.train p.jsonl --reward_funcs nope.py:f --model m
+train --data.train p.jsonl --reward_funcs nope:f --model m
+train --data.train p.jsonl --agent nope.py:f --model m --train.output_dir p.jsonl/out
+train --data.train p.jsonl --reward_model no/such --model m
+train --data.train p.jsonl --reward_model m --model m --train.resume_from nope
+sft --train nope.jsonl --output_dir o
+sft --train p.jsonl --output_dir o --chat_template nope.jinja
+sft --train p.jsonl --output_dir o --tokenizer ./nope
+reward --train no/such --output_dir o --model m
+pairs --prompts p.jsonl --model m --reward_model m --output p.jsonl/pairs.jsonl
+relabel --data p.jsonl --output_dir o --reward_model ./nope
+generate --data p.jsonl --output_dir o --models.a ./nope
+evaluate --data p.jsonl --output_dir o --models.a m --judge.url http://a --judge.model b --judge.prompt_file nope
+serve --model ./nope
+report nope
+replay nope
+explain nope --batch 1
+feedback nope
+plan --run nope
+workers nope
+sweep nope.yml
+certify nope.yml
+config migrate nope.yml
+recipes nope
+data --source nope --out o
+""".strip().splitlines()
+
+
+def test_a_misspelt_name_is_an_error_before_torch_is_loaded():
+    """In every command; that is why it takes no second."""
+    program = f"""
+import os, sys
+from async_rlhf.cli import main
+for line in {MISSPELT}:
+    try:
+        main(line.split())
+    except SystemExit as ended:
+        print(ended.code, "torch" in sys.modules, line)
+"""
+    Path("p.jsonl").write_text('{"query": "a"}\n')
+    Path("m").mkdir()
+    for file in ("config.json", "model.safetensors"):
+        Path("m", file).touch()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines() == [f"2 False {line}" for line in MISSPELT], done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == len(MISSPELT)
+    assert all("error: " in line and ("nope" in line or "no/such" in line or "p.jsonl/" in line) for line in said)
+
+
 @pytest.mark.parametrize("command", ["train", "sft", "reward"])
 def test_a_missing_tracker_is_named_before_anything_is_loaded(capsys, command, monkeypatch):
     """With a model and data that are not there either, which would be the next errors."""
-    monkeypatch.setattr(trackers, "find_spec", lambda module: None)
+    monkeypatch.setattr(names, "find_spec", lambda module: None)
     words = {"train": ["--train.report_to=tensorboard", "--data.train=none.jsonl", "--reward=no.py:f"]}.get(
         command, ["--report_to=tensorboard", "--train=none.jsonl", "--output_dir=out"]
     )

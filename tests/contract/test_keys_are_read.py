@@ -117,7 +117,9 @@ def _reader(frame: FrameType | None) -> str:
         ours = (
             module.startswith(CONFIG) or re.fullmatch(r"async_rlhf\.(studies|tasks)\.\w+\.config", module) is not None
         )
-        if module in (f"{CONFIG}.base", f"{CONFIG}.parsing") or (ours and code.co_name in ("check", "summary")):
+        if module in (f"{CONFIG}.base", "async_rlhf.system.names", f"{CONFIG}.parsing") or (
+            ours and code.co_name in ("check", "summary")
+        ):
             return CONFIG
         if code.co_filename == "<string>":  # what dataclasses writes
             return CONFIG

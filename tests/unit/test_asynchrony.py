@@ -97,6 +97,7 @@ def test_threads_should_go_where_the_other_side_waits():
     )
     even = [{"time/batch": 1.0, "time/generate": 1.0, "time/wait": 0.05}] * 5
     assert better_threads(even, 4, 1, 4) == ""
+    assert better_threads([], 4, 1, 4) == ""  # nothing was logged
     assert better_threads(waiting, 1, 1, 1) == ""  # two cores cannot be divided otherwise
 
 

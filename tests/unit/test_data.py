@@ -2,35 +2,136 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
+import pandas
 import pytest
 from datasets import Dataset, DatasetDict
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.loading import load_rows
+from async_rlhf.data import cache
+from async_rlhf.data.loading import load_rows, stream_rows
 from async_rlhf.data.stream import PromptStream
 
 ROWS = [{"query": f"def f{i}():", "label": i} for i in range(7)]
 
 
+TEXTS = [
+    {"query": "on 2024-01-05", "answer": "2024-01-05", "code": "007"},
+    {"query": 'a "quoted",\nsecond line', "answer": "NA", "code": "1e5"},
+    {"query": "ä", "answer": "2024-01-05T10:00:00Z", "code": "true"},
+    {"query": "not all", "answer": None, "code": "None"},
+]
+TYPED = [
+    {"n": 7, "x": 0.5, "yes": True, "when": "2024-01-05", "m": [{"role": "user", "content": "1"}], "some": "a"},
+    {"n": 8, "x": 1.0, "yes": False, "when": "2024", "m": [{"role": "user", "content": "2", "name": "n"}]},
+]
+
+
+def write_all(folder, rows):
+    """The same rows in every format, also cut into two files of a folder and compressed."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    data = Dataset.from_list(rows)
+    texts = {"lines.jsonl": "".join(lines), "bom.jsonl": "\ufeff" + "".join(lines), "lines.json": "".join(lines)}
+    texts |= {"array.json": json.dumps(rows, indent=1), "inner.json": json.dumps({"data": rows})}
+    texts |= {"parts/train-00000-of-00002.jsonl": lines[0], "parts/train-00001-of-00002.jsonl": "".join(lines[1:])}
+    texts |= {"arrays/train-1.json": json.dumps(rows[:1]), "arrays/train-2.json": "\ufeff" + json.dumps(rows[1:])}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "zipped").mkdir()
+    with gzip.open(folder / "zipped" / "train.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.writelines(lines)
+    data.to_parquet(str(folder / "rows.parquet"))
+    data.save_to_disk(str(folder / "disk"))
+    DatasetDict({"train": data, "validation": data.select(range(1))}).save_to_disk(str(folder / "splits"))
+    if rows is TEXTS:
+        (folder / "tables").mkdir()
+        for name, encoding in (("rows.csv", "utf-8"), ("bom.csv", "utf-8-sig"), ("tables/train.csv", "utf-8")):
+            pandas.DataFrame(rows).to_csv(folder / name, index=False, encoding=encoding)
+    return {"lines.jsonl", "bom.jsonl", "lines.json", "array.json", "inner.json", "rows.parquet"} | {
+        name.name for name in folder.iterdir() if name.is_dir() or name.suffix == ".csv"
+    }
+
+
+def without_null(value):
+    """Null and absent are the same to every reader of rows."""
+    if isinstance(value, dict):
+        return {name: without_null(inner) for name, inner in value.items() if inner is not None}
+    return [without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("rows", [TEXTS, TYPED, ROWS])
+def test_values_and_their_types_depend_neither_on_the_kind_of_file_nor_on_streaming(
+    tmp_path, rows, on_disk, monkeypatch
+):
+    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "CACHED_FROM", 1 if on_disk else 10**9)
+    (tmp_path / "data").mkdir()
+    for name in write_all(tmp_path / "data", rows):
+        source = str(tmp_path / "data" / name)
+        loaded, streamed = load_rows(source), stream_rows(source)
+        for found in (loaded, [loaded[n - len(rows)] for n in range(len(rows))], streamed, streamed):
+            assert repr([without_null(dict(row)) for row in found]) == repr([without_null(row) for row in rows]), name
+
+
+def test_an_object_of_a_json_file_is_a_row_unless_it_only_holds_rows(tmp_path):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    for number, found in enumerate((row, {"data": [row]}, {"data": [], "n": 1})):
+        (tmp_path / f"{number}.json").write_text(json.dumps(found, indent=2))
+        assert [*load_rows(str(tmp_path / f"{number}.json"))] == ([found] if number == 2 else [row])
+
+
+def test_the_text_of_csv_is_a_number_where_a_column_must_be_one(tmp_path):
+    (tmp_path / "rows.csv").write_text("completion,score\n5,4\n6,2.5\n7,bad\n8,\n")
+    found = [(row["completion"], row["score"]) for row in load_rows(str(tmp_path / "rows.csv"), numbers=["score"])]
+    assert found == [("5", 4), ("6", 2.5), ("7", "bad"), ("8", None)]
+    assert isinstance(found[0][1], int)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'q,a\n"x\ny",1\nz,1,2\n', "line 4 of '.*a.csv' has 3 cells, and line 1 has 2; must be as many"),
+        ("a.csv", b"q,a\nx,1\n\nz\n", "line 4 of '.*a.csv' has 1 cells, and line 1 has 2"),
+        ("a.csv", b"q,a\nx,1\n\xe4,1\n", r"line 3 of '.*' is not UTF-8: byte 1 is 0xe4 .*must be saved as UTF-8"),
+        ("a.csv", b'q,a\nx,1\nz,"1\n\n', "line 3 of '.*a.csv' is not CSV: unexpected end of data"),
+        ("a.csv", b"q,q\nx,1\n", "line 1 of '.*a.csv' has the column 'q' twice"),
+        ("a.csv", b"q,a\n", "a.csv' has no rows"),
+        ("a.csv", b"", "a.csv' has no rows"),
+        ("a.jsonl", b"", "a.jsonl' has no rows"),
+        ("a.parquet", b"", "a.parquet' has no rows"),
+        ("a.parquet", b"text", "a.parquet' could not be read .*Parquet"),
+        ("a.json", b"", "a.json' has no rows"),
+        ("a.json", b" \n", "a.json' has no rows"),
+        ("a.json", b"[]", "a.json' has no rows"),
+        ("a.json", b'[{"q": 1},\n{"q": ', r"a.json' is not JSON: Expecting value: line 2 column 7"),
+        ("a.json", b'{"q": 1}\n{"q": ', r"line 2 of '.*a.json' is not JSON: Expecting value"),
+        ("a.json", b'[{"q": 1},\n{"q": "\xff"}]', r"line 2 of '.*a.json' is not UTF-8: byte 8 is 0xff"),
+        ("a.json", b'[{"q": 1}, 5]', "row 2 of '.*a.json' is 5; must be an object"),
+        ("a.json", b'[{"q": 1, "q": 2}]', "a.json' is not JSON: the key 'q' is there twice"),
+        ("a.json", b'"q"', "a.json' is '\"q\"'; must be an array of objects"),
+        ("a.jsonl", '{"q": 1}\n'.encode("utf-16"), "line 1 of '.*a.jsonl' is not UTF-8: byte 1 is 0xff"),
+        ("a/train.csv", b"q,a\nx\n", "line 2 of '.*train.csv' has 1 cells"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    source = str(path if path.parent == tmp_path else path.parent)
+    with pytest.raises(ConfigError, match=f"^data.train: .*{message}"):
+        load_rows(source, key="data.train")
+
+
 @pytest.fixture
 def sources(tmp_path) -> dict[str, str]:
-    """The same rows in every format."""
+    """Two splits."""
     data = Dataset.from_list(ROWS)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    data.to_parquet(str(tmp_path / "rows.parquet"))
-    data.to_csv(str(tmp_path / "rows.csv"))
-    data.save_to_disk(str(tmp_path / "folder"))
     DatasetDict({"train": data, "validation": data.select(range(2))}).save_to_disk(str(tmp_path / "splits"))
-    return {path.name: str(path) for path in tmp_path.iterdir()}
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.csv", "folder", "splits"])
-def test_every_format_gives_the_same_rows(sources, name):
-    rows = load_rows(sources[name], columns=["query", "label"])
-    assert [dict(row) for row in rows] == ROWS
+    return {"splits": str(tmp_path / "splits")}
 
 
 def test_a_split_is_chosen_and_a_missing_one_is_named(sources):

@@ -78,9 +78,10 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 QUICK = ("seed_oss", "mamba2", "recurrent_gemma", "jamba")
 PLAIN = (
-    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text gpt_oss gpt_neox nemotron olmo "
-    "olmo2 olmo3 olmoe phi phi3 cohere cohere2 glm glm4 glm4_moe granite granitemoe starcoder2 stablelm smollm3 "
-    "ernie4_5 ernie4_5_moe exaone4 helium persimmon arcee apertus hunyuan_v1_dense dots1 biogpt doge diffllama vaultgemma"
+    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text gpt_oss gpt_neox nemotron "
+    "olmo olmo2 olmo3 olmoe phi phi3 cohere cohere2 glm glm4 glm4_moe granite granitemoe starcoder2 stablelm "
+    "smollm3 ernie4_5 ernie4_5_moe exaone4 helium persimmon arcee apertus hunyuan_v1_dense dots1 biogpt doge "
+    "diffllama vaultgemma"
 )
 
 

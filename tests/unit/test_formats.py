@@ -10,11 +10,12 @@ from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import cache, loading, token_cache
+from async_rlhf.data import cache, token_cache
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.system import names
 from async_rlhf.system.hub import why_nowhere
 
 TEMPLATE = (
@@ -160,7 +161,7 @@ def test_a_hub_name_may_say_which_configuration(monkeypatch):
     """Of the hub itself only the call can be seen here."""
     asked = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: asked.append((args, options)) or [{"a": 1}])
-    monkeypatch.setattr(loading, "why_nowhere", lambda name, kind: None)
+    monkeypatch.setattr(names, "why_nowhere", lambda name, kind: None)
     load_rows("openai/gsm8k:main", "test")
     load_rows("owner/name")
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("owner/name", None), {"split": "train"})]

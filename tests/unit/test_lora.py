@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import LLAMA_SIZES, count_letters, json_rows
+from tiny import LLAMA_SIZES, count_letters, json_rows, mixture
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from async_rlhf import KLConfig, LoRAConfig
 from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.config import ConfigError
+from async_rlhf.commands.sft import run_sft
+from async_rlhf.config import AdapterConfig, ConfigError, SFTConfig
+from async_rlhf.models import loading
 from async_rlhf.models.adapters import adapters_off, add_adapters, unwrap
+from async_rlhf.models.saving import write_model
 from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.values import new_value_model
 from async_rlhf.models.weights import named_weights
@@ -60,6 +64,80 @@ def test_merged_weights_have_the_plain_models_names_and_output():
         fresh = type(model)(model.config).eval()
         fresh.load_state_dict({**fresh.state_dict(), **merged})
         torch.testing.assert_close(fresh(TOKENS_BT).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+def written(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=258, **LLAMA_SIZES, **ids, **options))
+
+
+TARGETS = [
+    (llama, [[], ["lm_head"], ["q_proj", "lm_head"]]),
+    (lambda: llama(tie_word_embeddings=True), [[], ["q_proj"]]),
+    (lambda: mixture("mixtral"), [[], ["lm_head"]]),
+    (lambda: mixture("qwen3_moe"), [[]]),
+]
+
+
+@pytest.mark.parametrize(("make", "targets"), [(make, one) for make, several in TARGETS for one in several])
+def test_what_is_trained_is_what_is_saved_whatever_is_adapted(make, targets, tokenizer, prompts, make_args, tmp_path):
+    """The loss that is said is that of the model that was saved; and online, the policy is."""
+    write_model(make(), tokenizer, tmp_path / "base")
+    rows = written(tmp_path / "rows.jsonl", [{"prompt": f"a{i}", "completion": f"bcd{i}"} for i in range(16)])
+    base = {"eval": rows, "per_device_train_batch_size": 8, "device": "cpu", "num_epochs": 1}
+    lora = AdapterConfig(rank=2, target_modules=targets)
+    folders = [str(tmp_path / name) for name in ("base", "trained", "again")]
+    said = run_sft(SFTConfig(rows, folders[1], model=folders[0], lora=lora, learning_rate=0.02, **base))
+    saved = run_sft(SFTConfig(rows, folders[2], model=folders[1], learning_rate=1e-30, **base))
+    assert said["eval_loss"] == pytest.approx(saved["eval_loss"], rel=1e-6)
+
+    policy, args = make(), make_args(total_episodes=8, learning_rate=0.02, lora=LoRAConfig(2, target_modules=targets))
+    trainer = OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    trainer.train()
+    assert all(p.any() for name, p in policy.named_parameters() if "lora_B" in name)
+    final = AutoModelForCausalLM.from_pretrained(Path(args.output_dir) / "final")
+    torch.testing.assert_close(final(TOKENS_BT).logits, policy(TOKENS_BT).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "expected"),
+    [
+        (lambda: llama(tie_word_embeddings=True), ["q_proj", "lm_head"], "lm_head shares its weight with another one"),
+        (lambda: llama(tie_word_embeddings=True), ["embed_tokens"], "model.embed_tokens is a Embedding and no linear"),
+        (llama, ["embed_tokens"], "model.embed_tokens is a Embedding and no linear layer"),
+        (lambda: mixture("mixtral"), ["gate"], "mlp.gate is a MixtralTopKRouter and no linear layer"),
+        (llama, ["norm"], "Norm.* is not supported"),
+        (llama, ["nothing"], "not found in the base model"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_before_weights_are_loaded(
+    make, targets, expected, tokenizer, prompts, make_args, tmp_path, monkeypatch
+):
+    write_model(make(), tokenizer, tmp_path / "base")
+    rows, lora = written(tmp_path / "rows.jsonl", [{"text": "a"}]), LoRAConfig(rank=2, target_modules=targets)
+    monkeypatch.setattr(loading, "_load", lambda *_, **__: pytest.fail("weights were loaded"))
+    args = make_args(lora=lora)
+    stage = SFTConfig(rows, str(tmp_path / "out"), model=str(tmp_path / "base"), lora=AdapterConfig(2, 1.0, targets))
+    for start in (
+        lambda: run_sft(stage),
+        lambda: OnlineTrainer(str(tmp_path / "base"), args, prompts, reward_funcs=count_letters),
+        lambda: add_adapters(make(), lora, 0),
+    ):
+        with pytest.raises(ConfigError, match=rf"lora.target_modules: got \[.*\].*{expected}"):
+            start()
+
+
+def test_a_users_own_adapters_that_cannot_be_merged_are_refused():
+    tied = llama(tie_word_embeddings=True)
+    own = peft.get_peft_model(tied, peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigError, match=r"model: got .*default.*; lm_head shares its weight"):
+        unwrap(own)
 
 
 def test_snapshots_hold_merged_weights():

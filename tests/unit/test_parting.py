@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tiny import StopAfter, json_rows
 
 from async_rlhf import OnlineTrainer
+from async_rlhf.run import parting
 from async_rlhf.run.parting import Ends, Part, Watch
 
 STILL = {"objective/kl": 0.2, "val/response_length": 20.0, "policy/entropy_avg": 2.0}
@@ -41,6 +43,17 @@ def test_one_line_for_each_measure_names_the_batch(caplog):
     assert length.startswith(f"WARNING: batch {batches[1]}: answers grow with the score. ")
     assert 150 < batches[1] < 175
     assert watch.said == {"reward/gold", "val/response_length"}
+
+
+def test_looking_takes_time_linear_in_the_run(monkeypatch):
+    read = []
+    monkeypatch.setattr(parting, "partings", lambda rows, *_: read.append(len(rows)) or iter(()))
+    watch = Watch([])
+    for batch in range(1, 2001):
+        watch.look(row_of(batch))
+    assert read[:100] == [*range(1, 101)]
+    assert max(b - a for a, b in pairwise(read)) <= 20  # in one of a hundred more at the latest
+    assert sum(read) < 2000 * 120
 
 
 def test_a_healthy_run_says_nothing(caplog):

@@ -309,9 +309,13 @@ def stage(kind: type, name: str, **changes: object) -> dict:
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith("sft.yml")])
-def test_every_supervised_recipe_trains(name, stand_in, tmp_path):
+def test_every_supervised_recipe_trains(name, stand_in, tmp_path, monkeypatch):
     train, heldout = data_of(name, stand_in)
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_steps": 1}
+    recipe = yaml.safe_load(FILES[name].read_text("utf-8"))
+    recipe.pop("new_model", None)  # a model is given in its place
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.setitem(FILES, name, tmp_path / "recipe.yml")
     results = stage(
         SFTConfig, name, model=stand_in / "policy", train=train, eval=heldout, output_dir=tmp_path / "sft", **sizes
     )

@@ -13,14 +13,16 @@ from async_rlhf import OnlineDPOTrainer
 from async_rlhf.config import ConfigError, LoRAConfig, RayConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.rewards.prefetch import EarlyResults
+from async_rlhf.rewards.scorer import ApartScorer
 from async_rlhf.run.factory import frozen_device
 
 
 @pytest.fixture
 def train(make_policy, make_reward_model, tokenizer, prompts, make_args, tmp_path):
-    def train(name: str, **options):
+    def train(name: str, generation=None, **options):
         both, model = options.pop("with_functions", False), options.pop("reward_model", True)
-        args = make_args(output_dir=str(tmp_path / name), **{"staleness": 1, "annotate_batch_size": 3, **options})
+        held_out = options.pop("held_out", 3)
+        args = make_args(name, generation, **{"staleness": 1, "annotate_batch_size": 3, **options})
         trainer = OnlineDPOTrainer(
             make_policy(),
             args,
@@ -28,7 +30,7 @@ def train(make_policy, make_reward_model, tokenizer, prompts, make_args, tmp_pat
             reward_model=make_reward_model() if model else None,
             reward_funcs=[count_letters] if both else [],
             processing_class=tokenizer,
-            eval_dataset=prompts[:3] if args.eval_steps else None,
+            eval_dataset=prompts[:held_out] if args.eval_steps else None,
         )
         trainer.train()
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -69,6 +71,18 @@ def test_a_batch_is_judged_while_the_one_before_is_trained_on(train, monkeypatch
     monkeypatch.setattr(Learner, "update", waiting)
     logs, _ = train("run", **devices)
     assert len(logs) > 2
+
+
+@pytest.mark.parametrize("held_out", [3, 8, 9, 16])  # a batch has 8 prompts
+def test_held_out_answers_are_scored_once(train, monkeypatch, held_out):
+    scored, score, early = [], ApartScorer.score_batches, []
+    begin = EarlyResults.begin
+    counted = lambda scorer, batches: scored.append(sum(map(len, batches))) or score(scorer, batches)  # noqa: E731
+    monkeypatch.setattr(ApartScorer, "score_batches", counted)
+    monkeypatch.setattr(EarlyResults, "begin", lambda *given: early.append(given[1]) or begin(*given))
+    train("run", {"prompts_per_request": 4}, eval_steps=2, held_out=held_out, reward_model_device="cpu")
+    assert sorted(scored) == sorted([16] * 6 + [held_out] * 3)
+    assert {index for index in early if index < 0} == {-2, -4, -6}
 
 
 def test_a_prompt_without_a_reward_is_left_out_of_what_the_reference_says(train, monkeypatch):

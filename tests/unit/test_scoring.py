@@ -27,6 +27,7 @@ from async_rlhf.models.forward import reward_scores
 from async_rlhf.rewards.calls import TooLateError, call_together
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.rewards.shares import SharedFunctions
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EOS, PAD = 256, 257
@@ -844,3 +845,47 @@ def test_scoring_leaves_the_reward_model_as_it_was(tokenizer, make_reward_model)
     assert scores(tokenizer, batch, model) == first
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Rolls:
+    """Draws for some completions, from each of the generators."""
+
+    def __init__(self, only: str = "") -> None:
+        self.only, self.calls = only, 0
+
+    def __call__(self, prompts, completions, columns_too, **_):
+        self.calls += 1
+        assert len(columns_too) == len(completions)
+        draw = [random.random, np.random.rand, lambda: torch.rand(()).item()]
+        return [draw[i % 3]() if self.only in text else float(len(text)) for i, text in enumerate(completions)]
+
+
+@pytest.mark.parametrize("only", ["", "3", "nothing has this"])
+def test_what_is_drawn_for_a_completion_depends_on_no_share(only):
+    """As many workers as there may be, of which one is restarted."""
+    prompts = [f"p{i}" for i in range(12) for _ in range(2)]
+    completions, columns = [f"c{i}" * (1 + i % 3) for i in range(24)], {"columns_too": list(range(24))}
+    found = []
+    for workers in (1, 2, 3, 12):
+        size, rewards = 24 // workers, []
+        for first in range(0, 24, size):
+            part = slice(first, first + size)
+            own = {name: values[part] for name, values in columns.items()}
+            worker = SharedFunctions({"f": Rolls(only)}, seed=3)
+            for _ in range(2):
+                ((name, values, wrong),) = worker.call(prompts[part], completions[part], own, 2, None, False)
+            assert (name, wrong) == ("f", None)
+            rewards += values
+        found.append(rewards)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len({value for value in found[0] if value < 1}) == {"": 24, "3": 3, "nothing has this": 0}[only]
+
+
+def test_a_function_that_draws_and_fails_is_told_with_its_prompt():
+    def fails(prompts, completions):
+        return [random.random() if text != "c5" else math.nan for text in completions]
+
+    worker = SharedFunctions({"fails": fails}, seed=0)
+    ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True)
+    assert [math.isnan(value) for value in values] == [False] * 5 + [True] + [False] * 2
+    assert "reward function fails returned nan" in wrong[0]

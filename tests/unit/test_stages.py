@@ -284,7 +284,7 @@ def sft_config(tmp_path, **changes) -> SFTConfig:
     values = {
         "train": str(tmp_path / "sft.jsonl"),
         "output_dir": str(tmp_path / "sft"),
-        "new_model": NewModelConfig(vocab_size=300, hidden_size=16, num_layers=1, num_heads=2, max_positions=64),
+        **({} if "model" in changes else {"new_model": NewModelConfig(300, 16, 1, 2, 64)}),
         "per_device_train_batch_size": 4,
         "num_epochs": 2.0,
     }

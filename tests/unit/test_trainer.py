@@ -15,8 +15,12 @@ from tiny import count_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from async_rlhf import LoRAConfig, OnlineDPOTrainer, OnlineTrainerState, PPOTrainer
+from async_rlhf.commands.sft import run_sft
+from async_rlhf.config import SFTConfig
+from async_rlhf.models.saving import write_model
 from async_rlhf.run import trainer as trainers
 from async_rlhf.run.build import Inputs, build
+from async_rlhf.run.trainer import OnlineTrainer
 
 
 def train(make_policy, tokenizer, prompts, args, reward=count_letters, **options):
@@ -255,3 +259,29 @@ def test_slow_reward_functions_run_while_the_next_batch_is_sampled(make_policy, 
     for b in range(2, 6):  # the first waits for the worker to start
         assert generated[b + 1]["ts"] + generated[b + 1]["dur"] < scored[b]["ts"] + scored[b]["dur"]
     assert all(m["time/wait"] < 0.25 for m in metrics[2:])
+
+
+@pytest.mark.parametrize("do_sample", [None, True])
+def test_the_generation_config_of_a_model_is_kept(tmp_path, make_policy, tokenizer, prompts, make_args, do_sample):
+    """Through sft and online training: also one that transformers reads, and refuses to write."""
+    write_model(make_policy(), tokenizer, tmp_path / "base")
+    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": [257, 256]}
+    given |= {} if do_sample is None else {"do_sample": do_sample}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(given))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    run_sft(SFTConfig(str(tmp_path / "rows.jsonl"), str(tmp_path / "sft"), model=str(tmp_path / "base"), device="cpu"))
+    args = make_args("run", total_episodes=8, save_steps=1)
+    OnlineTrainer(str(tmp_path / "sft"), args, prompts, reward_funcs=count_letters).train()
+    for folder in ("sft", "run/checkpoint-1", "run/final"):
+        found = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        found.pop("transformers_version")
+        assert found == given, folder
+
+
+def test_what_ends_completions_is_added_to_the_generation_config(tmp_path, make_policy, tokenizer, prompts, make_args):
+    policy = make_policy()
+    policy.generation_config.eos_token_id = 7
+    args = make_args("run", {"stop_token_ids": [9]}, total_episodes=8)
+    OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
+    found = json.loads((tmp_path / "run" / "final" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [7, 9, 256]

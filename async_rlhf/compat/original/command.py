@@ -9,7 +9,7 @@ from typing import Literal
 
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import as_yaml, translate
-from async_rlhf.config.base import Checked, ConfigError, at_least, key, require
+from async_rlhf.config.base import FILE, Checked, ConfigError, at_least, key, require
 from async_rlhf.config.yaml_text import read_yaml
 
 _SIGNS = {
@@ -34,7 +34,7 @@ class MigrateConfig(Checked):
     """Our command that the file is for; null finds out from its keys."""
     algorithm: Literal["online_dpo", "best_of_k", "rloo", "ppo"] | None = None
     """Algorithm of a file for ``train``; null finds out from its keys and names."""
-    output: str | None = key(None, role="place")
+    output: str | None = key(None, *FILE, role="place")
     """The file to write; null for standard output."""
     ranks: int | None = key(None, at_least(1))
     """Ranks of the learner, for computing the shares of the batches (save_steps, num_sample_generations) and for

@@ -33,5 +33,5 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
     what_if: dict[str, float] = key({}, _SCORES)
     """Other scores: numbers of completions of the batch, as the page has them, and the score that each gets in place of
     its own, e.g. --what_if.12 1.0. The run is repeated once more with them, up to the last of the batches after it."""
-    output_dir: str | None = key(None, FOLDER, role="place")
+    output_dir: str | None = key(None, *FOLDER, role="place")
     """Where explain-BATCH.json and explain-BATCH.txt go; null for the folder "explain" in the run's folder."""

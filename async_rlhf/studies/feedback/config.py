@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from async_rlhf.config.base import at_least, at_most, key, require
+from async_rlhf.config.base import FILE, at_least, at_most, key, require
 from async_rlhf.config.common import OfRunConfig
 
 
@@ -22,7 +22,7 @@ class PeopleConfig(OfRunConfig):
     """The port of the page; 0 for any that is free."""
     token: str | None = key(None, role="place")
     """What the page's address has to contain, so that nobody else answers; null makes one up."""
-    export: str | None = key(None, role="place")
+    export: str | None = key(None, *FILE, role="place")
     """Write all answers into this file, and ask nobody."""
     format: Literal["pairs", "ratings", "label_studio"] = "pairs"
     """Of that file. "pairs" has a line with prompt, chosen and rejected for each comparison that was no tie, "ratings"

@@ -237,7 +237,7 @@ class PlanConfig(Checked):
     ``model``.
     """
 
-    run: str | None = key(None, main="where times come from")
+    run: str | None = key(None, main="where times come from", names="run or file")
     """The output folder of a run, whose batches give the measured times; or a run's YAML file, from which ``workload``
     takes batch size and lengths."""
     devices: int | None = key(
@@ -262,7 +262,7 @@ class PlanConfig(Checked):
     """How many of the fastest splits to show."""
     seed: int = key(0, *SEED)
     """Seed of the variation."""
-    output_dir: str | None = key(None, FOLDER, role="place", main="output")
+    output_dir: str | None = key(None, *FOLDER, role="place", main="output")
     """Where plan.json goes, and trace.json, the proposed schedule as ui.perfetto.dev shows it; null for nowhere."""
     seconds: SecondsConfig = key(SecondsConfig)
     """Seconds of a batch, if you know them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_rlhf.config.base import EACH_ONCE, REQUIRED, Checked, Rule, above, key
+from async_rlhf.config.base import EACH_ONCE, FILE, REQUIRED, Checked, Rule, above, key
 
 _SOME = Rule(lambda runs: len(runs) > 0, "must name at least one folder")
 _HTML = Rule(lambda path: path.endswith(".html"), "must end with .html")
@@ -18,9 +18,9 @@ class ReportConfig(Checked):
     with search, evaluations that lie beside the runs, versions and configurations.
     """
 
-    runs: list[str] = key(REQUIRED, _SOME, EACH_ONCE)
+    runs: list[str] = key(REQUIRED, _SOME, EACH_ONCE, names="folder")
     """Output folders of ``train`` or of a trainer in Python, finished or not; also of ``evaluate``."""
-    out: str | None = key(None, _HTML, role="place")
+    out: str | None = key(None, _HTML, *FILE, role="place")
     """The file; null for report.html in the folder of the run, or in the current folder for several runs."""
     open: bool = key(False, role="place")
     """Show it in a browser."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
-from async_rlhf.models.loading import check_source
 from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
-from async_rlhf.studies.sweep.one_trial import Start, run_start, run_trial, stage_of
+from async_rlhf.studies.sweep.one_trial import POLICY, Start, run_start, run_trial, stage_of
 from async_rlhf.studies.sweep.pictures import draw
 from async_rlhf.studies.sweep.results import Results, summaries, table
 from async_rlhf.studies.sweep.running import Job, Outcome, run_alone, run_jobs
@@ -22,10 +21,9 @@ from async_rlhf.studies.sweep.trials import Trial, labels_of, trials_of
 from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
+from async_rlhf.system.names import check_names
 
 TABLE, RESULTS, PICTURE = "table.md", "results.jsonl", "sweep.png"
-
-_FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +106,8 @@ def share_of(trials: Sequence[Trial], share: str | None) -> list[Trial]:
 
 def check_trials(trials: Sequence[Trial]) -> None:
     """Require that what the runs read is there. Raises ConfigError."""
-    for name in ("model", "reward_model", "ref_model", "value_model"):
-        for source in dict.fromkeys(getattr(trial.run, name) for trial in trials):
-            check_source(source, f"base.{name}")
-    sources = {(f"base.data.{name}", getattr(trial.run.data, name)) for trial in trials for name in ("train", "eval")}
-    sources |= {("held_out.data", trial.held_out.data) for trial in trials}
-    for key, source in sorted(sources, key=str):
-        local = source is not None and (source.startswith((".", "/", "~")) or Path(source).suffix in _FILES)
-        if local and not Path(source).expanduser().exists():
-            raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
+    judging = [replace(trial.held_out, models={POLICY: trial.run.model}) for trial in trials]
+    check_names(*((trial.run, "base.") for trial in trials), *((each, "held_out.") for each in judging))
 
 
 def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:

@@ -25,7 +25,7 @@ class DocstringsConfig(HarvestConfig):
     Signatures of functions are the prompts, the summary lines of their docstrings are the completions.
     """
 
-    out: str = key(REQUIRED, FOLDER, role="place")
+    out: str = key(REQUIRED, *FOLDER, role="place")
     """The folder to write sft.jsonl, rl.jsonl, preference_prompts.jsonl and heldout.jsonl to."""
     max_functions: int | None = key(None, at_least(100))
     """Use only this many functions, drawn with the seed; null for all."""
@@ -39,7 +39,7 @@ class QuickstartConfig(HarvestConfig):
     Finished stages are skipped, so an interrupted quickstart continues where it stopped.
     """
 
-    out: str = key("runs/quickstart", FOLDER, role="place")
+    out: str = key("runs/quickstart", *FOLDER, role="place")
     """The folder for everything."""
     scale: float = key(1.0, above(0), at_most(1000, "the built-in data are soon used up"))
     """Multiplies the amount of work; below 1 for a quick look, above for better models."""
