@@ -83,6 +83,7 @@ class RewardActor(Signs):
         columns: dict[str, list[Any]],
         timeout: float | None,
         skip: bool,
+        retries: int,
     ) -> Judged:
         """The rewards of all functions; without ``skip``, only up to the first that fails.
 
@@ -94,7 +95,7 @@ class RewardActor(Signs):
             self._functions = cloudpickle.loads(self._pickled)
         seed_all(xxh32(repr((self._seed, prompts, completions)).encode(errors="surrogatepass")).intdigest())
         found: Judged = []
-        for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout):
+        for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout, retries):
             trace = traceback.format_exception(error.__cause__) if error is not None and error.__cause__ else []
             told = None if error is None else (str(error), "".join(trace))
             found.append((name, rewards, told))
@@ -240,7 +241,7 @@ class RayScorer(Scorer):
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
     ) -> dict[str, list[float | None]]:
-        timeout, count = self.config.reward_timeout, len(self._pool)
+        count, options = len(self._pool), (self.config.reward_timeout, self.skip, self.config.reward_retries)
         groups = len(prompts) // samples
         bounds = [number * groups // count * samples for number in range(count + 1)]
         parts = [slice(*bound) if bound[0] < bound[1] else None for bound in pairwise(bounds)]
@@ -248,9 +249,9 @@ class RayScorer(Scorer):
         if self._any_shared:
             columns_of = [part and {name: values[part] for name, values in columns.items()} for part in parts]
             given = zip(parts, columns_of, strict=True)
-            shares = [part and (prompts[part], completions[part], own, timeout, self.skip) for part, own in given]
+            shares = [part and (prompts[part], completions[part], own, *options) for part, own in given]
             answers = self._pool.ask("call", shares)
-        rewards = call_reward_functions(self._here, prompts, completions, columns, timeout, self.skip)
+        rewards = call_reward_functions(self._here, prompts, completions, columns, *options)
         for judged in answers():
             for name, values, wrong in judged or []:
                 rewards.setdefault(name, []).extend(values)

@@ -30,6 +30,7 @@ from async_rlhf.rewards.functions import (
     RewardError,
     RewardFunction,
     call_reward_functions,
+    columns_of,
     function_name,
     raise_or_warn,
 )
@@ -223,8 +224,7 @@ class Scorer:
             return _Judged(by_model_R, {}, 0.0)
         self._prepare()
         prompts = [group.prompt for group in groups for _ in group.samples]
-        names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        columns = columns_of([prompt.columns for prompt in prompts], self.prompt_field)
         if self.config.generation.max_turns is not None:
             columns["messages"] = [list(sample.messages or ()) for sample in samples]
             columns["metrics"] = [dict(sample.metrics) for sample in samples]
@@ -332,8 +332,8 @@ class Scorer:
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
     ) -> dict[str, list[float | None]]:
         """The rewards of every function; each prompt has ``samples`` consecutive completions."""
-        timeout = self.config.reward_timeout
-        return call_reward_functions(self._callable, prompts, completions, columns, timeout, self.skip)
+        options = self.config.reward_timeout, self.skip, self.config.reward_retries
+        return call_reward_functions(self._callable, prompts, completions, columns, *options)
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """Replace broken scores by NaN, or raise if they stop the run."""

@@ -150,6 +150,7 @@ LONGER_OR_KEPT |= {
     "stop_patience",
     "num_train_epochs",
     "reward_timeout",
+    "reward_retries",
     "generation.step_timeout",
     "replay_from",
 }

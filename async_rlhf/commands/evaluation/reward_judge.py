@@ -101,8 +101,7 @@ class RewardJudge:
             scores = self._model_scores(prompts, completions, ended)
 
         def with_functions() -> list[float]:
-            names = dict.fromkeys(name for row in rows for name in row)
-            columns = {name: [row.get(name) for row in rows] for name in names}
+            columns = functions.columns_of(rows)
             found = scores
             for function in self.functions:
                 name = functions.function_name(function)
