@@ -18,7 +18,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
-from async_rlhf.system.errors import DiffersError, UserCodeError
+from async_rlhf.system.errors import DiffersError, UserCodeError, frames_of, last_place
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 10.0
@@ -99,14 +99,26 @@ def _run(name: str, words: list[str]) -> int:
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 1
     except (UserCodeError, DiffersError) as error:
-        print(f"async-rlhf {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(name, str(error), getattr(error, "frames", ""))
         return 1
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what_to_do = "; make room and start again: what was saved before is whole" if full else ""
-        print(f"async-rlhf {name}: error: {type(error).__name__}: {error}{what_to_do}", file=sys.stderr)
+        _tell(name, f"{type(error).__name__}: {error}{what_to_do}")
+        return 1
+    except Exception as error:  # of any kind: of the user's own code, such as an engine or a callback
+        if not (frames := frames_of(error)):
+            raise
+        _tell(name, f"{type(error).__name__}: {error}{last_place(frames)}", frames)
         return 1
     return 0
+
+
+def _tell(name: str, message: str, frames: str = "") -> None:
+    """Say what went wrong, below the frames of the user's own code."""
+    if frames:
+        print(f"in code of your own, most recent call last:\n{frames}", end="", file=sys.stderr)
+    print(f"async-rlhf {name}: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:

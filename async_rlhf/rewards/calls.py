@@ -123,7 +123,7 @@ def outcome_of(call: Callable[[], Any], deadline: float | None) -> list[Any] | B
     try:
         returned = call()
         if inspect.isawaitable(returned):
-            returned = user_code.submit(_until(deadline, returned)).result()
+            returned = user_code.submit(_until(deadline, returned))[0].result()
         return returned if isinstance(returned, BaseException) else _listed(returned)
     except BaseException as error:  # of any kind: else the thread would just end and the caller would wait in vain
         return error

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-import sysconfig
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
@@ -17,7 +13,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.rewards.calls import NoSequenceError, ProcessDiedError, RemoteError, TooLateError, call_together
-from async_rlhf.system.errors import UserCodeError
+from async_rlhf.system.errors import UserCodeError, frames_of, last_place, own_frames
 from async_rlhf.system.user_code import own_copy
 
 logger = logging.getLogger(__name__)
@@ -237,21 +233,11 @@ def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout:
         return RewardError(f"reward function {name} returned {outcome}; {right}")
     if isinstance(outcome, ProcessDiedError):
         return RewardError(f"reward function {name}: {outcome}")
-    raised = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
-    error = RewardError(f"reward function {name} raised {raised[0]}: {raised[1]}{_line(outcome)}")
+    kind, text = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
+    frames = own_frames(outcome.trace) if isinstance(outcome, RemoteError) else frames_of(outcome)
+    error = RewardError(f"reward function {name} raised {kind}: {text}{last_place(frames)}", frames)
     error.__cause__ = outcome  # as `raise ... from` does, so that its traceback is shown
     return error
-
-
-def _line(outcome: BaseException) -> str:
-    """File and line where the function failed: the innermost of its own, not of a library that it called."""
-    if isinstance(outcome, RemoteError):
-        places = re.findall(r'File "(.+)", line (\d+)', outcome.trace)
-    else:
-        places = [(one.filename, str(one.lineno)) for one in traceback.extract_tb(outcome.__traceback__)]
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
-    own = [place for place in places if not place[0].startswith((*libraries, "<"))]
-    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 def _number(value: Any) -> float:

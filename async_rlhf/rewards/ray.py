@@ -40,6 +40,7 @@ from async_rlhf.rewards.functions import (
     raise_or_warn,
 )
 from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.system.errors import own_frames
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.system.trace import Trace
 
@@ -256,7 +257,7 @@ class RayScorer(Scorer):
             for name, values, wrong in judged or []:
                 rewards.setdefault(name, []).extend(values)
                 if wrong is not None:
-                    error = RewardError(wrong[0])
+                    error = RewardError(wrong[0], own_frames(wrong[1]))
                     error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
                     raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
         return {name: rewards[name] for name in self.reward_funcs}

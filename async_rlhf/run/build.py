@@ -521,6 +521,7 @@ def _sampling(
     config: OnlineConfig, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: Inputs
 ) -> SamplingParams:
     generation = config.generation
+    judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or config.feedback.ask is not None
     return SamplingParams(
         samples_per_prompt=config.samples_per_prompt,
         temperature=generation.temperature,
@@ -531,7 +532,7 @@ def _sampling(
         top_p=generation.top_p,
         top_k=generation.top_k,
         seed_per_request=generation.seed_per_request,
-        episodes=episodes_of(config, inputs.world, tokenizer),
+        episodes=episodes_of(config, inputs.world, tokenizer, inputs.prompt_field, judged),
         routes=route_shape(policy.config) if config.router_replay else None,
     )
 

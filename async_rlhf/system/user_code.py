@@ -13,7 +13,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -74,15 +74,17 @@ _loops: list[_Loop] = []
 _making = threading.Lock()
 
 
-def submit(awaitable: Awaitable[Any]) -> Future[Any | BaseException]:
+def submit(awaitable: Awaitable[Any]) -> tuple[Future[Any | BaseException], Callable[[], object]]:
     """Have an awaitable done in the loop; from any thread.
 
     Returns:
-        Its result, or whatever it raised, as a result, too: a KeyboardInterrupt there ends no loop. To cancel the
-        future cancels the awaitable.
+        A future of its result, or of whatever it raised, as a result, too: a KeyboardInterrupt there ends no loop. And
+        a function that cancels it; the future then is done when it has ended.
     """
+    task: list[asyncio.Task[Any]] = []
 
     async def outcome() -> Any:
+        task.extend(filter(None, [asyncio.current_task()]))
         try:
             return await awaitable
         except BaseException as error:  # of any kind: it is raised by who waits for it
@@ -91,7 +93,9 @@ def submit(awaitable: Awaitable[Any]) -> Future[Any | BaseException]:
     with _making:
         if not _loops:
             _loops.append(_Loop())
-        return asyncio.run_coroutine_threadsafe(outcome(), _loops[-1].loop)
+        loop = _loops[-1].loop
+        done = asyncio.run_coroutine_threadsafe(outcome(), loop)
+    return done, lambda: loop.call_soon_threadsafe(lambda: [each.cancel() for each in task])
 
 
 def leave_blocked_loop() -> None:

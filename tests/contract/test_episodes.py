@@ -286,7 +286,14 @@ class Broken(Echo):
             raise KeyError("x")
         if self.how == "hangs":
             await asyncio.sleep(60)
-        return {"nonsense": Observation, "nan": Observation(reward=float("nan")), "silent": Observation()}[self.how]
+        return {
+            "nonsense": Observation,
+            "nan": Observation(reward=float("nan")),
+            "silent": Observation(),
+            "text": Observation(reward="1.0", done=True),
+            "metrics": Observation(done=True, metrics={"right", 1.0}),
+            "no message": Observation({"role": "user", "content": "one, not a list"}),
+        }[self.how]
 
 
 def assert_closed(worlds: list[Echo]) -> None:
@@ -297,7 +304,10 @@ def assert_closed(worlds: list[Echo]) -> None:
     assert all(world.closed for world in worlds)
 
 
-@pytest.mark.parametrize("how", ["raises", "hangs", "nonsense", "nan", "silent"])
+WAYS = ["raises", "hangs", "nonsense", "nan", "silent", "text", "metrics", "no message"]
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_an_environment_that_fails_follows_reward_errors_and_is_closed(tmp_path, tokenizer, prompts, how, monkeypatch):
     monkeypatch.setattr(Broken, "how", how)
     monkeypatch.setattr("cloudpickle.dumps", None)  # inline nothing is sent

@@ -404,7 +404,16 @@ async def gives_an_array_of_no_dimension(prompts, completions, **columns):
 
 
 NO_SEQUENCES = (gives_a_dict, gives_a_set, gives_text, gives_bytes, gives_a_generator, gives_an_array_of_no_dimension)
-FAILS_AS_A_WHOLE = (*NO_SEQUENCES, raises, raises_later, is_cancelled, yields, gives_none, gives_too_few, gives_too_many)
+FAILS_AS_A_WHOLE = (
+    *NO_SEQUENCES,
+    raises,
+    raises_later,
+    is_cancelled,
+    yields,
+    gives_none,
+    gives_too_few,
+    gives_too_many,
+)
 BROKEN = (*FAILS_AS_A_WHOLE, gives_nan, gives_infinity)
 
 
