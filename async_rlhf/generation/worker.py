@@ -42,8 +42,8 @@ from async_rlhf.generation.protocol import (
 )
 from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.models.snapshots import SnapshotRing
-from async_rlhf.system.random_state import seed_all
 from async_rlhf.system.errors import UserCodeError
+from async_rlhf.system.random_state import seed_all
 from async_rlhf.types import Prompt, Sample, drawn_versions
 
 _LOOK_SECONDS = 0.001

@@ -187,9 +187,7 @@ def test_a_missing_tracker_is_named_before_anything_is_loaded(capsys, command, m
 
 
 @pytest.mark.parametrize("command", ["pairs", "relabel", "evaluate", "train"])
-def test_a_failing_reward_function_is_one_line_with_its_place_below_its_own_frames(
-    capsys, command, place, make_policy, tokenizer, caplog
-):
+def test_a_failing_reward_function_is_one_line_below_its_frames(capsys, command, place, make_policy, tokenizer, caplog):
     write_model(make_policy(), tokenizer, place / "m")
     Path("reward.py").write_text("def f(prompts, completions, **columns):\n    return [1 / 0 for _ in completions]\n")
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)

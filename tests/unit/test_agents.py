@@ -462,11 +462,11 @@ def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
         found.append(asked(client, messages=[{"role": "system", "content": "x"}]))
         return 1.0
 
+    rows = [{"query": f"q{i}"} for i in range(8)]
+    args = new_args(tmp_path, generation={"response_length": 6, "max_turns": 3, "episode_length": 60})
+    policy = new_policy(max_position_embeddings=160)
+    trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=chats)
     with pytest.raises(EpisodeError, match="asked the policy nothing"):
-        rows_of_text = [{"query": f"q{i}", "number": i} for i in range(8)]
-        args = new_args(tmp_path, generation={"response_length": 6, "max_turns": 3, "episode_length": 60})
-        trainer = OnlineTrainer(new_policy(max_position_embeddings=160), args, rows_of_text, agent=agent,
-                                processing_class=chats)  # fmt: skip
         EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
     assert found[0] == (400, "the chat template refuses these messages: roles must alternate")
 

@@ -380,7 +380,7 @@ async def yields(prompts, completions, **columns):
 
 
 def gives_a_dict(prompts, completions, **columns):
-    return {number: 1.0 for number in range(len(completions))}
+    return dict.fromkeys(range(len(completions)), 1.0)
 
 
 def gives_a_set(prompts, completions, **columns):
