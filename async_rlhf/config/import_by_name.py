@@ -58,9 +58,7 @@ def _module_from_file(path: Path) -> ModuleType:
     name = _own_name(path)
     if path not in _LOADED and name in sys.modules:  # another file has imported it
         return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # behind all others, so that nothing there hides a module
-    _require_neighbours(path)
+    _show_neighbours(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # its name ends in .py
     module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
@@ -112,10 +110,17 @@ def _imported_beside(path: Path) -> list[Path]:
     return [near.resolve() for name in names if (near := path.parent / f"{name}.py").is_file()]
 
 
-def _require_neighbours(path: Path) -> None:
-    """Require that what it imports from its folder is not hidden by a file of the same name in another such folder."""
+def _show_neighbours(path: Path) -> None:
+    """See that its imports find what is in its folder: before other such folders, and behind everything else, so that
+    nothing there hides a module.
+    """
+    folder, others = str(path.parent), [str(known.parent) for known in _LOADED]
+    if folder not in sys.path or folder in others:
+        sys.path.insert(
+            min([sys.path.index(other) for other in others if other in sys.path] or [len(sys.path)]), folder
+        )
+    importlib.invalidate_caches()
     for near in _imported_beside(path):
         found = _found_as(near.stem)
-        if found is not None and found != near and found.parent in {known.parent for known in _LOADED}:
-            right = f"it would get {str(found)!r}, which has the same name; give one of them another"
-            raise ImportError(f"{str(path)!r} imports {near.stem!r}, and {right}")
+        if found is not None and found != near and str(found.parent) in others:
+            del sys.modules[near.stem]  # what has imported it keeps it

@@ -28,7 +28,7 @@ from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.distributed.parallel import Parallel
-from async_rlhf.generation.episodes.spec import episodes_of, tools_of
+from async_rlhf.generation.episodes.spec import Sent, episodes_of, tools_of
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.placement import memory_taken
 from async_rlhf.generation.protocol import SamplingParams
@@ -63,7 +63,7 @@ from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import CURRICULUM, ResumeState, load_weights, restore_learner
 from async_rlhf.run.factory import check_launch, frozen_device, make_scorer
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
-from async_rlhf.run.record import Record, derived, of_python
+from async_rlhf.run.record import Record, code_digests, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.run.trackers import check_integrations
@@ -286,6 +286,12 @@ def _build(
     fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if models.params.episodes is not None:
         fingerprints["environment"] = models.params.episodes.environment.name
+    world = inputs.world
+    users = (
+        *inputs.reward_funcs,
+        *(Sent.of(one).value for one in (world.environment, world.agent, *world.tools) if one),
+    )
+    fingerprints |= code_digests(users)
     if inputs.optimizers[0] is not None:
         fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:
