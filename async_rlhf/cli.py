@@ -18,7 +18,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
-from async_rlhf.system.errors import DiffersError, UserCodeError, frames_of, last_place
+from async_rlhf.system.errors import DiffersError, NothingLearntError, UserCodeError, frames_of, last_place
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 10.0
@@ -47,7 +47,9 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage or configuration, 3 trained without learning anything,
+    130 interrupted.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
@@ -98,6 +100,10 @@ def _run(name: str, words: list[str]) -> int:
         if lead or (launched_rank() == 1 and str(error).startswith("rank 0 ")):
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 1
+    except NothingLearntError as error:
+        if lead:
+            _tell(name, str(error))
+        return 3
     except (UserCodeError, DiffersError) as error:
         _tell(name, str(error), getattr(error, "frames", ""))
         return 1

@@ -27,9 +27,11 @@ from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.build import Start, begin
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder
+from async_rlhf.run.learning_warning import nothing_learnt, unrewarded
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.system.errors import NothingLearntError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ def run_train(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         The metrics of the last batch that was logged.
+
+    Raises:
+        NothingLearntError: no batch had a gradient. The run then does not count as done.
     """
     start = begin(config.train, config.model, find(config.algorithm), prefix="train.")
     with start.watch.watching(), ExitStack() as stack:
@@ -111,13 +116,18 @@ def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
     if ranks.is_main:
-        stage.publish_files({}, results)
+        if state.optimizer_steps != 0:
+            stage.publish_files({}, results)
         folder = Path(config.train.output_dir)
         logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
+        if missing := unrewarded(state):
+            logger.info("%s", missing)
         if config.train.report:
             logger.info("%s", function_of("report", "report_of_run")(folder))
         if threads is not None and (hint := better_threads(read_rows(folder / METRICS), *threads)):
             logger.info("%s", hint)
+    if state.optimizer_steps == 0:
+        raise NothingLearntError(nothing_learnt(state))
     return results
 
 

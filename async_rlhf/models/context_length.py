@@ -18,16 +18,29 @@ Model: TypeAlias = PreTrainedModel | str
 
 
 def with_prompt_cap(config: OnlineConfig, model: Model) -> OnlineConfig:
-    """The configuration with ``max_prompt_length`` resolved: the only place where a run does that.
+    """The configuration with ``max_prompt_length`` and ``episode_length`` resolved, which no other place does.
 
     Raises:
         ConfigError: the model is nowhere, or has no room for a prompt beside the response.
     """
+    if config.generation.max_turns is not None and config.generation.episode_length is None:
+        config = _with_episode_length(config, model)
     if config.max_prompt_length is not None:
         return config
     key, length = f"generation.{length_key(config.generation)}", config.generation.longest_episode
     cap = prompt_cap({"model": model}, key, length, config.trust_remote_code)
     return replace(config, max_prompt_length=cap)
+
+
+def _with_episode_length(config: OnlineConfig, model: Model) -> OnlineConfig:
+    """Prompts and episodes share what positions there are: half of them at least are for the latter."""
+    known, wanted = config_of("model", model, config.trust_remote_code), config.generation.longest_episode
+    positions = None if known is None else _positions(known)[0]
+    if positions is not None:
+        if config.max_prompt_length is None:
+            config = replace(config, max_prompt_length=min(PROMPT_CAP, max(1, positions // 2)))
+        wanted = max(1, min(wanted, positions - config.prompt_cap))
+    return replace(config, generation=replace(config.generation, episode_length=wanted))
 
 
 def length_key(config: GenerationConfig) -> str:

@@ -35,7 +35,17 @@ generator if the run is to be repeatable. The lists are copies, with all that is
 
 
 class RewardError(UserCodeError):
-    """A reward that cannot be trained on. The message names the reward and the row."""
+    """A reward that cannot be trained on. The message names the reward and the row.
+
+    Args:
+        message: says all.
+        frames: see :class:`~async_rlhf.system.errors.UserCodeError`.
+        cause: what a function did, in a few words that are the same each time: "raised KeyError".
+    """
+
+    def __init__(self, message: str = "", frames: str = "", cause: str = "failed") -> None:
+        super().__init__(message, frames)
+        self.cause = cause
 
 
 def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
@@ -134,6 +144,7 @@ def call_reward_functions(
     timeout: float | None = None,
     skip: bool = False,
     retries: int = 0,
+    causes: dict[str, str] | None = None,
 ) -> dict[str, list[float | None]]:
     """The rewards of every function; all functions run at the same time, each in a separate thread.
 
@@ -149,6 +160,7 @@ def call_reward_functions(
         timeout: seconds for all functions together; None for no limit.
         skip: log a failure as a warning and give NaN to the completions that it concerns.
         retries: how often a function that raises is called again, within the limit.
+        causes: gets the :attr:`RewardError.cause` of each function that has failed.
 
     Returns:
         The rewards by the function's name, one for each completion; None where the function says that it does not
@@ -161,6 +173,8 @@ def call_reward_functions(
     rewards = {}
     for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout, retries):
         if error is not None:
+            if causes is not None:
+                causes[name] = error.cause
             raise_or_warn(error, sum(map(has_failed, rewards[name])), len(completions), skip)
     return {name: rewards[name] for name in functions}
 
@@ -190,7 +204,8 @@ def judge(
         if bad is not None:
             error = RewardError(
                 f"reward function {name} returned {repr(outcome[bad])[:200]}; must be a finite number, or None. "
-                f"Prompt: {prompts[bad][-200:]!r}. Completion: {completions[bad][:200]!r}"
+                f"Prompt: {prompts[bad][-200:]!r}. Completion: {completions[bad][:200]!r}",
+                cause="returned no finite number",
             )
         yield name, rewards, error
 
@@ -222,20 +237,23 @@ def _call(
 def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout: float | None) -> RewardError:
     """The error of a whole call."""
     if isinstance(outcome, list):
-        return RewardError(f"reward function {name} returned {len(outcome)} rewards for {count} completions")
+        text = f"reward function {name} returned {len(outcome)} rewards for {count} completions"
+        return RewardError(text, cause="returned another number of rewards than of completions")
     if isinstance(outcome, TooLateError):
-        return RewardError(
-            f"reward function {name} was not done after {timeout:g} s, the limit for the reward functions of a batch "
-            "(reward_timeout)"
-        )
+        limit = "the limit for the reward functions of a batch (reward_timeout)"
+        text = f"reward function {name} was not done after {timeout:g} s, {limit}"
+        return RewardError(text, cause="was not done in time")
     if isinstance(outcome, NoSequenceError):
         right = f"must be a list, an array or a tensor of {count} numbers, one for each completion"
-        return RewardError(f"reward function {name} returned {outcome}; {right}")
+        return RewardError(f"reward function {name} returned {outcome}; {right}", cause="returned no sequence")
     if isinstance(outcome, ProcessDiedError):
-        return RewardError(f"reward function {name}: {outcome}")
-    kind, text = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
-    frames = own_frames(outcome.trace) if isinstance(outcome, RemoteError) else frames_of(outcome)
-    error = RewardError(f"reward function {name} raised {kind}: {text}{last_place(frames)}", frames)
+        return RewardError(f"reward function {name}: {outcome}", cause="ended its process")
+    kind, text = type(outcome).__name__, str(outcome)
+    frames = frames_of(outcome)
+    if isinstance(outcome, RemoteError):
+        kind, text, frames = outcome.kind, outcome.text, own_frames(outcome.trace)
+    what = f"raised {kind}"
+    error = RewardError(f"reward function {name} {what}: {text}{last_place(frames)}", frames, what)
     error.__cause__ = outcome  # as `raise ... from` does, so that its traceback is shown
     return error
 

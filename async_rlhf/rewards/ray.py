@@ -46,8 +46,9 @@ from async_rlhf.system.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
-"""For each function: its name, the rewards, and, if something is wrong with them, the message and its traceback."""
+Judged = list[tuple[str, list[float | None], tuple[str, str, str] | None]]
+"""For each function: its name, the rewards, and, if something is wrong with them, the message, its traceback, and the
+cause."""
 
 _LOOK_SECONDS = 5.0
 
@@ -98,7 +99,7 @@ class RewardActor(Signs):
         found: Judged = []
         for name, rewards, error in judge(self._functions, prompts, completions, columns, timeout, retries):
             trace = traceback.format_exception(error.__cause__) if error is not None and error.__cause__ else []
-            told = None if error is None else (str(error), "".join(trace))
+            told = None if error is None else (str(error), "".join(trace), error.cause)
             found.append((name, rewards, told))
             if error is not None and not skip:
                 break
@@ -240,7 +241,12 @@ class RayScorer(Scorer):
         return [answers[i % count][i // count] for i in range(len(batches))]
 
     def _call_functions(
-        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+        self,
+        prompts: list[str],
+        completions: list[str],
+        columns: Mapping[str, list[Any]],
+        samples: int,
+        causes: dict[str, str],
     ) -> dict[str, list[float | None]]:
         count, options = len(self._pool), (self.config.reward_timeout, self.skip, self.config.reward_retries)
         groups = len(prompts) // samples
@@ -252,12 +258,13 @@ class RayScorer(Scorer):
             given = zip(parts, columns_of, strict=True)
             shares = [part and (prompts[part], completions[part], own, *options) for part, own in given]
             answers = self._pool.ask("call", shares)
-        rewards = call_reward_functions(self._here, prompts, completions, columns, *options)
+        rewards = call_reward_functions(self._here, prompts, completions, columns, *options, causes)
         for judged in answers():
             for name, values, wrong in judged or []:
                 rewards.setdefault(name, []).extend(values)
                 if wrong is not None:
-                    error = RewardError(wrong[0], own_frames(wrong[1]))
+                    causes[name] = wrong[2]
+                    error = RewardError(wrong[0], own_frames(wrong[1]), wrong[2])
                     error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
                     raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
         return {name: rewards[name] for name in self.reward_funcs}

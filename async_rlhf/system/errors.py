@@ -24,6 +24,10 @@ class UserCodeError(RuntimeError):
         self.frames = frames
 
 
+class NothingLearntError(RuntimeError):
+    """A run has ended and its policy is the one that it started from. The message says why."""
+
+
 def own_frames(trace: str) -> str:
     """The frames of a traceback's text that are in files of the user's own: not of this package, nor installed."""
     return "".join(found[0] for found in _FRAME.finditer(trace) if is_own(found["file"]))
