@@ -30,6 +30,7 @@ from async_rlhf.commands.generate import (
     generate,
     generation_files,
     models_of,
+    played,
     read_generations,
     shared_tokenizer,
     with_first_gpu,
@@ -48,6 +49,7 @@ from async_rlhf.models.loading import check_source, check_vocabulary, load_polic
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
+from async_rlhf.run.episodes import conversation
 from async_rlhf.system.progress import progress_bar
 
 __all__ = ["format_table", "run_evaluate", "side_by_side"]
@@ -71,10 +73,14 @@ class _Answers:
     """Gold rewards, if there is a gold reward."""
     logprobs: list[float] = field(default_factory=list)
     """Of each response, in nats, under the distribution that it was drawn from."""
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    """See :attr:`~async_rlhf.commands.generate.Generation.episode`; empty for plain answers."""
+    played: dict[str, float] = field(default_factory=dict)
+    """Means of episodes."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each answer, including the stop token."""
+        """Tokens of each answer, including the stop token; of an episode, of all that the model wrote."""
         return [len(row.tokens) - row.start for row in self.rows]
 
 
@@ -96,6 +102,11 @@ class _Evaluation:
     def everyone(self) -> dict[str, _Answers]:
         """The human, if there are such answers, and the models."""
         return ({HUMAN: self.human} if self.human is not None else {}) | self.answers
+
+    @property
+    def plays(self) -> bool:
+        """Whether answers are episodes."""
+        return any(one.episodes for one in self.answers.values())
 
     @property
     def clusters(self) -> list[str]:
@@ -161,7 +172,12 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         "models": ranks.broadcast("comparisons", lambda: _comparisons(given, reference, pairwise)),
         "notes": notes,
     }
-    _likelihoods(given, results["models"], reference, device, Parallel(ranks))
+    if given.plays:
+        results["notes"] = [*notes, "KL and perplexities are of single answers, and left out here."]
+        for name, one in given.answers.items():
+            results["models"][name] |= _about_lengths(one)
+    else:
+        _likelihoods(given, results["models"], reference, device, Parallel(ranks))
     if ranks.is_main:
         _publish(config, stage, results, _sample_rows(given))
     return results
@@ -200,7 +216,13 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
         penalties = None
     for name, one in everyone.items():
         logger.info("evaluate: scoring %s", name)
-        one.scores = judge([line.query for line in lines], [line.columns for line in lines], one.texts, one.ended)
+        more = {what: [episode[what] for episode in one.episodes] for what in ("messages", "metrics") if one.episodes}
+        one.scores = [sum(episode["rewards"]) for episode in one.episodes]  # their own, to which others are added
+        if judge.model is not None or config.reward_funcs:
+            columns = [line.columns for line in lines]
+            judged = judge([line.query for line in lines], columns, one.texts, one.ended, more)
+            one.scores = [own + other for own, other in zip(one.scores or [0.0] * len(judged), judged, strict=True)]
+        require(len(one.scores) > 0, "reward_funcs", [], "must be given, or a reward_model: no answer is an episode")
     if penalties is None:
         right = "must be null: no model is in the folder of a run with penalties, beside its run.yml"
         require(config.penalties is None, "penalties", config.penalties, right)
@@ -218,7 +240,7 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
 def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Source]:
     """The inputs that are read, to be compared by content."""
     inputs: dict[str, Source] = {"models": models, "data": config.data or None}
-    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
+    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer", "environment", "tools", "agent")
     inputs |= {key: getattr(config, key) for key in keys}
     inputs["judge.prompt_file"] = config.judge.prompt_file
     if config.generations is not None:  # not files that this command may write beside them
@@ -243,7 +265,7 @@ def _answers(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ra
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
     given = _Evaluation(config, distribution, lines, dropped, answers, None)
     require(len(set(given.clusters)) > 1, "data", len(lines), right)
-    if (tokenizer := _tokenizer(given, models)) is not None:
+    if not given.plays and (tokenizer := _tokenizer(given, models)) is not None:
         given.human = _human_answers(lines, tokenizer)
     return given
 
@@ -255,6 +277,8 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
         rows=[EncodedRow(line.prompt_tokens + line.tokens, len(line.prompt_tokens)) for line in lines],
         source=source,
         logprobs=[sum(line.logprobs) for line in lines],
+        episodes=[line.episode for line in lines if line.episode is not None],
+        played=played(lines),
     )
 
 
@@ -363,8 +387,12 @@ def _likelihoods(
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
             found[name]["ppl_original"] = original_perplexity(-nats, one.rows)
-        found[name]["mean_length"] = sum(one.lengths) / len(one.lengths)
-        found[name]["ended_share"] = sum(one.ended) / len(one.ended)
+        found[name] |= _about_lengths(one)
+
+
+def _about_lengths(one: _Answers) -> dict[str, float]:
+    count = len(one.ended)
+    return {"mean_length": sum(one.lengths) / count, "ended_share": sum(one.ended) / count, **one.played}
 
 
 def _logprobs(
@@ -382,6 +410,14 @@ def _logprobs(
     return sums_R.tolist()
 
 
+def _episode(one: _Answers, i: int) -> dict[str, Any]:
+    """What an episode's row has besides, and in place of the completion: the conversation, who said what."""
+    if not one.episodes:
+        return {}
+    found = one.episodes[i]
+    return {"completion": conversation(found["messages"], found["rewards"]), **found}
+
+
 def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
     human = given.human
 
@@ -394,7 +430,7 @@ def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
             "reference_response": None if human is None else human.texts[i],
             "reference_score": None if human is None else score(human, i),
             "models": {
-                name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i]}
+                name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i], **_episode(one, i)}
                 for name, one in given.answers.items()
             },
         }

@@ -20,7 +20,7 @@ from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
-from async_rlhf.generation.episodes.spec import named
+from async_rlhf.generation.episodes.spec import world_named
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.loading import check_source, load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
@@ -86,15 +86,16 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
             train_rows, eval_rows = _counted_prompts(data)
         if data.eval is not None:
             eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
+    world = world_named(config.environment, config.tools, config.agent)
     return OnlineTrainer(
         config.model,
         config.train,
         train_rows,
         reward_model=config.reward_model,
         reward_funcs=load_reward_functions(config.reward_funcs),
-        environment=None if config.environment is None else named(config.environment, "environment"),
-        tools=[named(name, "tools") for name in config.tools],
-        agent=None if config.agent is None else named(config.agent, "agent"),
+        environment=world.environment,
+        tools=world.tools,
+        agent=world.agent,
         ref_model=config.ref_model,
         value_model=config.value_model,
         eval_dataset=eval_rows,

@@ -33,14 +33,27 @@ def with_prompt_cap(config: OnlineConfig, model: Model) -> OnlineConfig:
 
 
 def _with_episode_length(config: OnlineConfig, model: Model) -> OnlineConfig:
-    """Prompts and episodes share what positions there are: half of them at least are for the latter."""
-    known, wanted = config_of("model", model, config.trust_remote_code), config.generation.longest_episode
-    positions = None if known is None else _positions(known)[0]
-    if positions is not None:
-        if config.max_prompt_length is None:
-            config = replace(config, max_prompt_length=min(PROMPT_CAP, max(1, positions // 2)))
-        wanted = max(1, min(wanted, positions - config.prompt_cap))
-    return replace(config, generation=replace(config.generation, episode_length=wanted))
+    wanted, prompt, trust = config.generation.longest_episode, config.max_prompt_length, config.trust_remote_code
+    prompt, length = shared_room({"model": model}, wanted, prompt, trust)
+    generation = replace(config.generation, episode_length=length)
+    return replace(config, max_prompt_length=prompt, generation=generation)
+
+
+def shared_room(models: Mapping[str, Model], wanted: int, prompt: int | None, trust: bool) -> tuple[int, int]:
+    """Most tokens of a prompt and of an episode after it: they share the positions of the model with the fewest.
+
+    Args:
+        models: models, folders or hub names, by the keys that errors name.
+        wanted: most tokens of an episode.
+        prompt: of a prompt; None for 512, but at most half of the positions.
+        trust: whether Python code that comes with a model may be run.
+    """
+    configs = [config_of(name, model, trust) for name, model in models.items()]
+    known = [positions for one in configs if one is not None and (positions := _positions(one)[0]) is not None]
+    if not known:
+        return prompt or PROMPT_CAP, wanted
+    prompt = prompt or min(PROMPT_CAP, max(1, min(known) // 2))
+    return prompt, max(1, min(wanted, min(known) - prompt))
 
 
 def length_key(config: GenerationConfig) -> str:

@@ -83,6 +83,7 @@ class RewardJudge:
         rows: Sequence[Mapping[str, Any]],
         completions: Sequence[str],
         ended: Sequence[bool],
+        more: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[float]:
         """One score per completion. Every rank must call it, and gets all of them.
 
@@ -91,6 +92,7 @@ class RewardJudge:
             rows: the other columns of its row in the data set, for functions.
             completions: texts without the end-of-sequence token.
             ended: whether each ended by itself; the reward model sees the end-of-sequence token if it did.
+            more: what functions get besides, of episodes: "messages" and "metrics".
 
         Raises:
             ConfigError: a row is longer than the reward model can read.
@@ -101,7 +103,7 @@ class RewardJudge:
             scores = self._model_scores(prompts, completions, ended)
 
         def with_functions() -> list[float]:
-            columns = functions.columns_of(rows)
+            columns: dict[str, Any] = {**functions.columns_of(rows), **(more or {})}
             found = scores
             for function in self.functions:
                 name = functions.function_name(function)

@@ -121,10 +121,35 @@ def episodes_of(
     is_judged: bool = False,
 ) -> EpisodeSpec | None:
     """How a run plays its episodes; None if nothing answers the policy. See :class:`EpisodeSpec`."""
+    skip = config.reward_errors == "skip"
+    return spec_of(config.generation, world, tokenizer, prompt_field, is_judged, skip)
+
+
+def spec_of(
+    generation: GenerationConfig,
+    world: World,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_field: str,
+    is_judged: bool,
+    skip: bool = False,
+) -> EpisodeSpec | None:
+    """The same for whoever has models play."""
     made = _maker(world)
     if made is None:
         return None
     is_agent, right = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
     require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
-    skip = config.reward_errors == "skip"
-    return EpisodeSpec(made, tokenizer, config.generation, skip, is_agent, prompt_field, is_judged)
+    return EpisodeSpec(made, tokenizer, generation, skip, is_agent, prompt_field, is_judged)
+
+
+def world_named(environment: str | None, tools: Sequence[str], agent: str | None) -> World:
+    """What a configuration names.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    return World(
+        None if environment is None else named(environment, "environment"),
+        [named(name, "tools") for name in tools],
+        None if agent is None else named(agent, "agent"),
+    )
