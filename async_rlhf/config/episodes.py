@@ -25,6 +25,11 @@ class World:
         """Whether a run needs no other rewards."""
         return self.environment is not None or self.agent is not None
 
+    @property
+    def given(self) -> list[Any]:
+        """All that the user gives."""
+        return [one for one in (self.environment, *self.tools, self.agent) if one is not None]
+
     def check(self, max_turns: int | None, prefix: str = "", key: str = "generation.max_turns") -> None:
         """Require that there is one of them at most, and that the length of episodes is said if there is one.
 

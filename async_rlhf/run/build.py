@@ -272,7 +272,7 @@ def _build(
     frozen = _frozen(config, algorithm, models, device)
     taken = memory_taken(config, device).get(f"cuda:{device.index or 0}", 0.0)
     config = with_checkpointing(config, trained, frozen, parallel, device, algorithm.rows_per_unit, taken)
-    reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
+    reward = {} if models.reward is None else {"reward_model": frozen_checksum(models.reward)}
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
@@ -283,21 +283,6 @@ def _build(
     temperature = config.eval_temperature or config.generation.temperature
     evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
     evaluating = replace(evaluating, routes=None)  # nothing is trained on these answers
-    fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
-    if models.params.episodes is not None:
-        fingerprints["environment"] = models.params.episodes.environment.name
-    world = inputs.world
-    users = (
-        *inputs.reward_funcs,
-        *(Sent.of(one).value for one in (world.environment, world.agent, *world.tools) if one),
-    )
-    fingerprints |= code_digests(users)
-    if inputs.optimizers[0] is not None:
-        fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
-    if prompts.stream is not None:
-        fingerprints["train_dataset"] = prompts.stream.fingerprint()
-    if reward_checksum is not None:
-        fingerprints["reward_model"] = reward_checksum
     return Run(
         config=config,
         algorithm=algorithm,
@@ -317,8 +302,23 @@ def _build(
         eval_params=evaluating,
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
         record=record,
-        fingerprints=fingerprints,
+        fingerprints=_fingerprints(inputs, learner, scorer, models.params, prompts) | reward,
     )
+
+
+def _fingerprints(
+    inputs: Inputs, learner: Learner, scorer: Scorer, params: SamplingParams, prompts: SharedPrompts
+) -> dict[str, str]:
+    """Of the inputs that decide the result, but for a reward model."""
+    found = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
+    if params.episodes is not None:
+        found["environment"] = params.episodes.environment.name
+    found |= code_digests([*inputs.reward_funcs, *(Sent.of(one).value for one in inputs.world.given)])
+    if inputs.optimizers[0] is not None:
+        found["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
+    if prompts.stream is not None:
+        found["train_dataset"] = prompts.stream.fingerprint()
+    return found
 
 
 def _callbacks(
