@@ -47,7 +47,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     Raises:
         NothingLearntError: no batch had a gradient. The run then does not count as done.
     """
-    start = begin(config.train, config.model, find(config.algorithm), prefix="train.")
+    start, nothing = begin(config.train, config.model, find(config.algorithm), prefix="train."), ""
     with start.watch.watching(), ExitStack() as stack:
         for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
             check_source(getattr(config, name), name)
@@ -57,8 +57,10 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         if results is None:
             if start.ranks.is_main:  # held until the run is marked as finished, which its trainer does not do
                 stack.enter_context(hold_folder(Path(config.train.output_dir)))
-            results = _train(config, stage, start)
+            results, nothing = _train(config, stage, start)
     start.watch.close()
+    if nothing:
+        raise NothingLearntError(nothing)
     return results
 
 
@@ -108,7 +110,8 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
     )
 
 
-def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
+def _train(config: RunConfig, stage: Stage, start: Start) -> tuple[dict[str, Any], str]:
+    """The results, and why nothing was learnt; "" if something was."""
     trainer, ranks = make_trainer(config, start), start.ranks
     if ranks.is_main:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
@@ -127,9 +130,7 @@ def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
             logger.info("%s", function_of("report", "report_of_run")(folder))
         if threads is not None and (hint := better_threads(read_rows(folder / METRICS), *threads)):
             logger.info("%s", hint)
-    if state.optimizer_steps == 0:
-        raise NothingLearntError(nothing_learnt(state))
-    return results
+    return results, nothing_learnt(state) if state.optimizer_steps == 0 else ""
 
 
 def _counted_prompts(data: DataConfig) -> tuple[Rows, Rows | None]:

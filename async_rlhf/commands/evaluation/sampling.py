@@ -103,7 +103,7 @@ class Played:
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """Episodes of each prompt, so many at a time as one batch of the engine has."""
-        found: list[Sequence[Sample]] = []
+        found: list[tuple[Sample, ...]] = []
         size = max(1, self.params.batch_size // self.params.samples_per_prompt)
         for start in range(0, len(prompts), size):
             found += self._sampler.generate(prompts[start : start + size])

@@ -54,8 +54,11 @@ class Client:
         Raises:
             RefusedError: the episode has no room or no turn left, or these are no messages.
         """
-        answering = asyncio.run_coroutine_threadsafe(self.answer(messages, tools), self.loop)
-        return (await asyncio.wrap_future(answering))[0]
+
+        async def answered() -> Message:
+            return (await self.answer(messages, tools))[0]
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self.loop))
 
 
 class Endpoint:

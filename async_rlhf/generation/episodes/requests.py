@@ -10,8 +10,10 @@ from typing import Any
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.protocol import SamplingParams
 
-_UNREAD = ("model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store", "service_tier")
-_UNREAD += ("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "timeout")
+_UNREAD = (
+    *("model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "timeout"),
+)
 """What a request may have besides: these change no answer, or are read elsewhere."""
 
 
@@ -114,7 +116,7 @@ def _wrong_with(message: Any) -> str:
     calls, content = message.get("tool_calls") or (), message.get("content")
     if content is None and message["role"] != "assistant":
         return "have a content"
-    parts = content if _is_list(content) else [{"type": "text", "text": content or ""}]
+    parts: Sequence[Any] = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     if not all(
         isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
     ):

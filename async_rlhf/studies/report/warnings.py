@@ -82,11 +82,11 @@ def _teaches_little(run: ReadRun) -> Iterator[Warned]:
                 "environment says. Give them more, or have the environment say less.",
             )
     if share >= THRESHOLDS.cut_off:
-        room = run.config.get("generation.response_length")
+        most = run.config.get("generation.response_length")
         cost = ", and penalised by non_eos_penalty" if run.config.get("non_eos_penalty") else ""
         yield Warned(
             "Answers are cut off",
-            f"{share:.0%} of the last completions did not end by themselves{f' within {room} tokens' if room else ''}"
+            f"{share:.0%} of the last completions did not end by themselves{f' within {most} tokens' if most else ''}"
             f"{cost}. Give them more room (generation.response_length), or see whether the policy learns to go on.",
         )
     counted = [row for row in run.rows if "objective/ties" in row and row.get("episode")]
@@ -160,12 +160,10 @@ def _engine(run: ReadRun) -> Iterator[Warned]:
 
 
 def _steps(run: ReadRun) -> Iterator[Warned]:
-    steps = values_of(run.rows, "optimizer_steps")
-    if steps and not any(steps[-IDLE:]):
-        text = (
-            f"The last {min(IDLE, len(steps))} logged batches made no optimiser step: no completion had a reward, or "
-        )
-        text += "those of each prompt all scored the same. Look at the samples and at reward/skipped."
+    made = values_of(run.rows, "optimizer_steps")[-IDLE:]
+    if made and not any(made):
+        text = f"The last {len(made)} logged batches made no optimiser step: no completion had a reward, or those of "
+        text += "each prompt all scored the same. Look at the samples and at reward/skipped."
         yield Warned("Nothing is learnt", text)
     norms = sorted((row["grad_norm"], row["batch"]) for row in run.rows if row.get("grad_norm"))
     if len(norms) >= FEWEST and norms[-1][0] >= THRESHOLDS.gradient * (median := norms[len(norms) // 2][0]):
