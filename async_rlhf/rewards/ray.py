@@ -39,7 +39,7 @@ from async_rlhf.rewards.functions import (
     judge,
     raise_or_warn,
 )
-from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.rewards.scorer import Called, Scorer
 from async_rlhf.system.errors import own_frames
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.system.trace import Trace
@@ -241,13 +241,9 @@ class RayScorer(Scorer):
         return [answers[i % count][i // count] for i in range(len(batches))]
 
     def _call_functions(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        columns: Mapping[str, list[Any]],
-        samples: int,
-        causes: dict[str, str],
-    ) -> dict[str, list[float | None]]:
+        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+    ) -> Called:
+        causes: dict[str, str] = {}
         count, options = len(self._pool), (self.config.reward_timeout, self.skip, self.config.reward_retries)
         groups = len(prompts) // samples
         bounds = [number * groups // count * samples for number in range(count + 1)]
@@ -267,7 +263,7 @@ class RayScorer(Scorer):
                     error = RewardError(wrong[0], own_frames(wrong[1]), wrong[2])
                     error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
                     raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
-        return {name: rewards[name] for name in self.reward_funcs}
+        return {name: rewards[name] for name in self.reward_funcs}, causes
 
 
 def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:

@@ -40,6 +40,8 @@ from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
+Called = tuple[dict[str, list[float | None]], dict[str, str]]
+
 
 class _Judged(NamedTuple):
     """Rewards that no rank of the learner computes."""
@@ -240,8 +242,7 @@ class Scorer:
             columns["metrics"] = [dict(sample.metrics) for sample in samples]
         texts = [str(prompt.columns[self.prompt_field]) for prompt in prompts]
         completions, each = decode_samples(self.tokenizer, samples), len(groups[0].samples)
-        causes: dict[str, str] = {}
-        by_functions = self._call_functions(texts, completions, columns, each, causes)
+        by_functions, causes = self._call_functions(texts, completions, columns, each)
         return _Judged(by_model_R, by_functions, time.monotonic() - started, causes)
 
     @contextmanager
@@ -340,18 +341,14 @@ class Scorer:
         return [everyone[number] for number in range(len(batches))]
 
     def _call_functions(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        columns: Mapping[str, list[Any]],
-        samples: int,
-        causes: dict[str, str],
-    ) -> dict[str, list[float | None]]:
-        """The rewards of every function; each prompt has ``samples`` consecutive completions. ``causes`` gets what
-        functions did that have failed.
+        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+    ) -> Called:
+        """The rewards of every function, and what each did that has failed; each prompt has ``samples`` consecutive
+        completions.
         """
+        causes: dict[str, str] = {}
         options = self.config.reward_timeout, self.skip, self.config.reward_retries
-        return call_reward_functions(self._callable, prompts, completions, columns, *options, causes)
+        return call_reward_functions(self._callable, prompts, completions, columns, *options, causes), causes
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """Replace broken scores by NaN, or raise if they stop the run."""
