@@ -239,8 +239,18 @@ def reward(completions, **columns):
 """
 
 
+ENGINE = """
+from async_rlhf.config.engines import EngineSpec
+
+def make(spec, params, *more):
+    raise KeyError("no such")
+
+ENGINE = EngineSpec("mine_of_engines:make", frozenset({"redraw"}))
+"""
+
+
 @pytest.mark.parametrize("staleness", [0, 1], ids=["inline", "in a process"])
-@pytest.mark.parametrize("what", ["environment", "agent", "callbacks", "reward_funcs"])
+@pytest.mark.parametrize("what", ["environment", "agent", "callbacks", "reward_funcs", "engine"])
 def test_code_of_the_users_that_raises_is_shown_alone(capsys, what, staleness, make_policy, tokenizer, place):
     """Whatever it is, and wherever it is called: its own frames, and one line of ours."""
     write_model(make_policy(), tokenizer, place / "m")
@@ -249,7 +259,11 @@ def test_code_of_the_users_that_raises_is_shown_alone(capsys, what, staleness, m
     words += ["--train.completions_per_batch=8", "--train.batches=1", "--train.device=cpu", "--train.progress=false"]
     words += ["--train.generation.response_length=4", "--train.max_prompt_length=40"]
     given = {"environment": "Breaks", "agent": "agent", "callbacks": '["mine.py:Callback"]', "reward_funcs": "answer"}
-    words += [f"--{what}={given[what]}" if what == "callbacks" else f"--{what}=mine.py:{given[what]}"]
+    if what == "engine":
+        Path("mine_of_engines.py").write_text(ENGINE)
+        words += ["--train.generation.engine=mine_of_engines:ENGINE", "--reward=mine.py:reward"]
+    else:
+        words += [f"--{what}={given[what]}" if what == "callbacks" else f"--{what}=mine.py:{given[what]}"]
     if what in ("environment", "agent"):
         words += ["--train.generation.max_turns=2"]
     if what == "callbacks":
@@ -261,11 +275,11 @@ def test_code_of_the_users_that_raises_is_shown_alone(capsys, what, staleness, m
     assert "Traceback" not in said
     frames = [line for line in said.splitlines() if line.startswith('  File "')]
     assert frames, said
-    assert all('mine.py"' in frame for frame in frames)
+    assert all(re.search(r'mine(_of_engines)?\.py"', frame) for frame in frames)
     last = said.splitlines()[-1]
     assert last.startswith("async-rlhf train: error: ")
     assert "KeyError: 'no such'" in last
-    assert re.search(r"mine.py, line \d+\)", last), last
+    assert re.search(r"mine(_of_engines)?.py, line \d+\)", last), last
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 23_116, 30_040, 38_249, 16, 515
+CORE, WHOLE, TESTED, NAMES, KEYS = 23_800, 30_745, 38_900, 16, 522
 """Each rises only with a feature, by what that feature needs."""
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
