@@ -86,7 +86,9 @@ def _run(name: str, words: list[str]) -> int:
         if dry_run:
             print(text + _derived(config))
             return 0
-        function_of(name)(config)
+        found = function_of(name)(config)
+        if isinstance(found, dict) and "nothing_learnt" in found:
+            raise NothingLearntError(found["nothing_learnt"])
     except KeyboardInterrupt:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130

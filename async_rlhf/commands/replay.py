@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.run.config import ReplayConfig
 from async_rlhf.run.folder import SCHEDULE
-from async_rlhf.system.errors import NothingLearntError
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +34,7 @@ def run_replay(config: ReplayConfig) -> dict[str, Any]:
         replay_from=str(run / SCHEDULE) if bounded else None,
     )
     repeated = replace(original, train=train)
-    results: dict[str, Any] = {}
-    with suppress(NothingLearntError):  # then the run has learnt nothing either, or they differ
-        results = run_train(repeated)
+    results = run_train(repeated)
     found, expected = read_metrics(Path(repeated.train.output_dir)), read_metrics(run)
     require_equal(found, expected)
     if len(found) != len(expected):

@@ -31,7 +31,6 @@ from async_rlhf.run.learning_warning import nothing_learnt, unrewarded
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.system.errors import NothingLearntError
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +41,8 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     """Train a policy as the configuration says; skipped if that is done already.
 
     Returns:
-        The metrics of the last batch that was logged.
-
-    Raises:
-        NothingLearntError: no batch had a gradient. The run then does not count as done.
+        The metrics of the last batch that was logged. If no batch had a gradient, "nothing_learnt" says why, and the
+        run does not count as done.
     """
     start, nothing = begin(config.train, config.model, find(config.algorithm), prefix="train."), ""
     with start.watch.watching(), ExitStack() as stack:
@@ -59,9 +56,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
                 stack.enter_context(hold_folder(Path(config.train.output_dir)))
             results, nothing = _train(config, stage, start)
     start.watch.close()
-    if nothing:
-        raise NothingLearntError(nothing)
-    return results
+    return results | ({"nothing_learnt": nothing} if nothing else {})
 
 
 def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config import ConfigError
-from async_rlhf.system.errors import NothingLearntError
 from async_rlhf.system.files import write_file
 from async_rlhf.system.subprocesses import context_of, start_process
 
@@ -111,7 +110,7 @@ def _work(job: Job, threads: int, device: str | None) -> None:
     results, error = None, ""
     try:
         results = job.function(job.argument)
-    except (ConfigError, NothingLearntError) as problem:
+    except ConfigError as problem:
         error = str(problem)
     except Exception as problem:  # of any kind: it is told, and the other jobs go on
         error = f"{type(problem).__name__}: {problem}; see {job.folder / LOG}"
