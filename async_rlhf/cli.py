@@ -18,7 +18,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
-from async_rlhf.system.errors import DiffersError, UserCodeError
+from async_rlhf.system.errors import DiffersError, NothingLearntError, UserCodeError, frames_of, last_place
 from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
 
@@ -48,7 +48,9 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong usage or configuration, 3 trained without learning anything,
+    130 interrupted.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
@@ -86,7 +88,9 @@ def _run(name: str, words: list[str]) -> int:
             print(text + _derived(config))
             return 0
         check_names((config, ""))
-        function_of(name)(config)
+        found = function_of(name)(config)
+        if isinstance(found, dict) and "nothing_learnt" in found:
+            raise NothingLearntError(found["nothing_learnt"])
     except KeyboardInterrupt:
         print(f"async-rlhf {name}: interrupted", file=sys.stderr)
         return 130
@@ -100,15 +104,31 @@ def _run(name: str, words: list[str]) -> int:
         if lead or (launched_rank() == 1 and str(error).startswith("rank 0 ")):
             print(f"async-rlhf {name}: error: {error}", file=sys.stderr)
         return 1
+    except NothingLearntError as error:
+        if lead:
+            _tell(name, str(error))
+        return 3
     except (UserCodeError, DiffersError) as error:
-        print(f"async-rlhf {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _tell(name, str(error), getattr(error, "frames", ""))
         return 1
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what_to_do = "; make room and start again: what was saved before is whole" if full else ""
-        print(f"async-rlhf {name}: error: {type(error).__name__}: {error}{what_to_do}", file=sys.stderr)
+        _tell(name, f"{type(error).__name__}: {error}{what_to_do}")
+        return 1
+    except Exception as error:  # of any kind: of the user's own code, such as an engine or a callback
+        if not (frames := frames_of(error)):
+            raise
+        _tell(name, f"{type(error).__name__}: {error}{last_place(frames)}", frames)
         return 1
     return 0
+
+
+def _tell(name: str, message: str, frames: str = "") -> None:
+    """Say what went wrong, below the frames of the user's own code."""
+    if frames:
+        print(f"in code of your own, most recent call last:\n{frames}", end="", file=sys.stderr)
+    print(f"async-rlhf {name}: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:

@@ -246,6 +246,8 @@ class ScoredBatch:
     rewards: Mapping[str, Tensor] = field(default_factory=dict)
     """What the reward model and each reward function said, (R,) float64: neither weighted nor penalised. NaN where one
     does not apply, or failed."""
+    missing: Mapping[str, int] = field(default_factory=dict)
+    """How many samples have no score, by the cause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def credited(experience: Experience, advantages_PK: Tensor, config: GroupConfig)
     if config.normalization == "token":
         loss_weights_U = loss_weights_U * sampled_BT.sum(dim=1)
     elif config.normalization == "constant":
-        loss_weights_U = loss_weights_U * config.generation.longest_episode
+        loss_weights_U = loss_weights_U * config.generation.longest_written
     has_gradient_U = teaching(advantages_BT, sampled_BT, config.kl)
     return replace(
         experience, advantages_BT=advantages_BT, loss_weights_U=loss_weights_U, has_gradient_U=has_gradient_U

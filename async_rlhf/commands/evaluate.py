@@ -30,6 +30,7 @@ from async_rlhf.commands.generate import (
     generate,
     generation_files,
     models_of,
+    played,
     read_generations,
     shared_tokenizer,
     with_first_gpu,
@@ -50,6 +51,7 @@ from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokeni
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
+from async_rlhf.run.episodes import conversation
 from async_rlhf.system.names import check_source
 from async_rlhf.system.progress import progress_bar
 
@@ -74,10 +76,16 @@ class _Answers:
     """Gold rewards, if there is a gold reward."""
     logprobs: list[float] = field(default_factory=list)
     """Of each response, in nats, under the distribution that it was drawn from."""
+    episodes: list[dict[str, Any]] = field(default_factory=list)
+    """See :attr:`~async_rlhf.commands.generate.Generation.episode`; empty for plain answers."""
+    played: dict[str, float] = field(default_factory=dict)
+    """Means of episodes."""
+    said: list[list[dict[str, Any]]] = field(default_factory=list)
+    """See :attr:`~async_rlhf.commands.generate.Generation.said`; empty for texts."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each answer, including the stop token."""
+        """Tokens of each answer, including the stop token; of an episode, of all that the model wrote."""
         return [len(row.tokens) - row.start for row in self.rows]
 
 
@@ -99,6 +107,11 @@ class _Evaluation:
     def everyone(self) -> dict[str, _Answers]:
         """The human, if there are such answers, and the models."""
         return ({HUMAN: self.human} if self.human is not None else {}) | self.answers
+
+    @property
+    def plays(self) -> bool:
+        """Whether answers are episodes."""
+        return any(one.episodes for one in self.answers.values())
 
     @property
     def clusters(self) -> list[str]:
@@ -164,7 +177,12 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         "models": ranks.broadcast("comparisons", lambda: _comparisons(given, reference, pairwise)),
         "notes": notes,
     }
-    _likelihoods(given, results["models"], reference, device, Parallel(ranks))
+    if given.plays:
+        results["notes"] = [*notes, "KL and perplexities are of single answers, and left out here."]
+        for name, one in given.answers.items():
+            results["models"][name] |= _about_lengths(one)
+    else:
+        _likelihoods(given, results["models"], reference, device, Parallel(ranks))
     if ranks.is_main:
         _publish(config, stage, results, _sample_rows(given))
     return results
@@ -204,7 +222,14 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
     for name, one in everyone.items():
         logger.info("evaluate: scoring %s", name)
         queries = [Rendered(line.query) if line.columns.get(MESSAGES) else line.query for line in lines]
-        one.scores = judge(queries, [line.columns for line in lines], one.texts, one.ended)
+        more = _conversations(lines, one)
+        if one.episodes:
+            more["metrics"] = [episode["metrics"] for episode in one.episodes]
+        one.scores = [sum(episode["rewards"]) for episode in one.episodes]  # their own, to which others are added
+        if judge.model is not None or config.reward_funcs:
+            judged = judge(queries, [line.columns for line in lines], one.texts, one.ended, more)
+            one.scores = [own + other for own, other in zip(one.scores or [0.0] * len(judged), judged, strict=True)]
+        require(len(one.scores) > 0, "reward_funcs", [], "must be given, or a reward_model: no answer is an episode")
     if penalties is None:
         right = "must be null: no model is in the folder of a run with penalties, beside its run.yml"
         require(config.penalties is None, "penalties", config.penalties, right)
@@ -219,10 +244,19 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
     return [f"Scores here are those of training: {penalties}."]
 
 
+def _conversations(lines: Sequence[Generation], one: _Answers) -> dict[str, list[Any]]:
+    """See :func:`~async_rlhf.data.rendering.conversations`; of the human's answers their texts."""
+    if all(line.said is None for line in lines):
+        return {}
+    said = one.said or [[{"role": "assistant", "content": text}] for text in one.texts]
+    asked = [line.columns.get(MESSAGES) or [] for line in lines]
+    return {"messages": [[*a, *b] for a, b in zip(asked, said, strict=True)], "completion_messages": said}
+
+
 def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Source]:
     """The inputs that are read, to be compared by content."""
     inputs: dict[str, Source] = {"models": models, "data": config.data or None}
-    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer")
+    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer", "environment", "tools", "agent")
     inputs |= {key: getattr(config, key) for key in keys}
     inputs["judge.prompt_file"] = config.judge.prompt_file
     if config.generations is not None:  # not files that this command may write beside them
@@ -247,7 +281,7 @@ def _answers(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ra
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
     given = _Evaluation(config, distribution, lines, dropped, answers)
     require(len(set(given.clusters)) > 1, "data", len(lines), right)
-    if (tokenizer := _tokenizer(given, models)) is not None:
+    if not given.plays and (tokenizer := _tokenizer(given, models)) is not None:
         given.human = _human_answers(lines, ChatTemplate(tokenizer, config.chat))
     return given
 
@@ -259,6 +293,9 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
         rows=[EncodedRow(line.prompt_tokens + line.tokens, len(line.prompt_tokens)) for line in lines],
         source=source,
         logprobs=[sum(line.logprobs) for line in lines],
+        episodes=[line.episode for line in lines if line.episode is not None],
+        played=played(lines),
+        said=[line.said for line in lines if line.said is not None],
     )
 
 
@@ -367,8 +404,12 @@ def _likelihoods(
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
             found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
             found[name]["ppl_original"] = original_perplexity(-nats, one.rows)
-        found[name]["mean_length"] = sum(one.lengths) / len(one.lengths)
-        found[name]["ended_share"] = sum(one.ended) / len(one.ended)
+        found[name] |= _about_lengths(one)
+
+
+def _about_lengths(one: _Answers) -> dict[str, float]:
+    count = len(one.ended)
+    return {"mean_length": sum(one.lengths) / count, "ended_share": sum(one.ended) / count, **one.played}
 
 
 def _logprobs(
@@ -386,6 +427,14 @@ def _logprobs(
     return sums_R.tolist()
 
 
+def _episode(one: _Answers, i: int) -> dict[str, Any]:
+    """What an episode's row has besides, and in place of the completion: the conversation, who said what."""
+    if not one.episodes:
+        return {}
+    found = one.episodes[i]
+    return {"completion": conversation(found["messages"], found["rewards"]), **found}
+
+
 def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
     human = given.human
 
@@ -398,7 +447,7 @@ def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
             "reference_response": None if human is None else human.texts[i],
             "reference_score": None if human is None else score(human, i),
             "models": {
-                name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i]}
+                name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i], **_episode(one, i)}
                 for name, one in given.answers.items()
             },
         }

@@ -15,24 +15,29 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.commands.distributed import on_ranks
-from async_rlhf.commands.evaluation.sampling import first_prompts, sampled_in_shares, sampling_params
+from async_rlhf.commands.evaluation.sampling import Played, first_prompts, sampled_in_shares, sampling_params
 from async_rlhf.commands.stage import Source, Stage
-from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig
+from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, GenerationConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
+from async_rlhf.config.episodes import World
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.formats import MESSAGES, load_prompts
 from async_rlhf.data.held_out import hold_out
+from async_rlhf.data.rendering import Renderer, said_of
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.engines import ModelSpec, make_engine
+from async_rlhf.generation.episodes.spec import EpisodeSpec, spec_of, tools_of, world_named
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
 from async_rlhf.learner.launch import rank_device
-from async_rlhf.models.context_length import sampling_prompt_cap
+from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.models.context_length import sampling_prompt_cap, shared_room
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.models.weights import named_weights
+from async_rlhf.run.episodes import episode_fields
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
 from async_rlhf.system.files import whole_lines
 from async_rlhf.system.lock import InUseError
@@ -62,13 +67,19 @@ class Generation:
     """Index of the prompt in its data set."""
     columns: dict[str, Any]
     """The row's columns, except the prompt."""
+    episode: dict[str, Any] | None = None
+    """Of an episode its messages after the prompt, the reward of each answer, and its metrics; ``completion`` and
+    ``tokens`` are then all that the model wrote."""
+    said: list[dict[str, Any]] | None = None
+    """Of a chat and of an episode, the messages after the prompt."""
 
     @classmethod
     def read(cls, line: str) -> Generation:
         """Parse a line."""
         values = json.loads(line)
         tuples = {name: tuple(values[name]) for name in ("tokens", "logprobs", "prompt_tokens")}
-        return cls(**{**{item.name: values[item.name] for item in fields(cls)}, **tuples})
+        known = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        return cls(**{**known, **tuples})
 
 
 def run_generate(config: GenerateConfig) -> dict[str, Any]:
@@ -89,13 +100,25 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
         name: {
             "mean_length": sum(len(one.tokens) for one in lines) / len(lines),
             "ended_share": sum(one.finish_reason == "stop" for one in lines) / len(lines),
+            **played(lines),
         }
         for name, lines in found.items()
     }
     for name, one in summary.items():
         logger.info("%s: %.1f tokens on average, %.1f%% ended", name, one["mean_length"], 100 * one["ended_share"])
+        if "mean_turns" in one:
+            logger.info("%s: %.1f turns on average, reward %.3f", name, one["mean_turns"], one["mean_reward"])
     logger.info("generate: %d prompts, %d models, in %s", len(prompts), len(found), folder)
     return {"prompts": len(prompts), "dropped": dropped, "models": summary}
+
+
+def played(lines: Sequence[Generation]) -> dict[str, float]:
+    """Of episodes the means of their turns and of their own rewards; nothing of plain answers."""
+    episodes = [line.episode for line in lines if line.episode is not None]
+    if not episodes:
+        return {}
+    turns, rewards = ([one["metrics"]["turns"] for one in episodes], [sum(one["rewards"]) for one in episodes])
+    return {"mean_turns": sum(turns) / len(turns), "mean_reward": sum(rewards) / len(rewards)}
 
 
 def generate(
@@ -107,7 +130,11 @@ def generate(
     """
     config = with_prompt_cap(config, models)
     tokenizer = shared_tokenizer(models, config.trust_remote_code)
-    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, tokenizer))
+    world = world_named(config.environment, config.tools, config.agent)
+    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, tokenizer, world))
+    is_judged = not isinstance(config, EvaluateConfig) or len(config.reward_funcs) > 0
+    chat = ChatTemplate(tokenizer, config.chat, config.chat.time_of())
+    episodes = spec_of(_limits(config), world, chat, config.prompt_field, is_judged) if config.plays else None
     judged = isinstance(config, EvaluateConfig)
     if judged and len(prompts) < 2:
         raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
@@ -115,7 +142,7 @@ def generate(
     if judged:  # judging again needs no new sampling, unless the samples would differ
         own["overwrite"] = False
     found = {}
-    with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts), ranks)) as engines:
+    with closing(_Engines(config, max(len(prompt.tokens) for prompt in prompts), ranks, episodes)) as engines:
         for name, source in models.items():
             each = GenerateConfig(**{**own, "models": {name: source}, "run": None, "checkpoints": []})
             anew = judged and config.overwrite
@@ -123,11 +150,19 @@ def generate(
     return prompts, dropped, found
 
 
-def _prompts(config: GenerateConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+def _limits(config: HeldOutConfig) -> GenerationConfig:
+    """Of episodes."""
+    names = ("temperature", "top_p", "top_k", "response_length", "max_turns", "episode_length", "step_timeout")
+    return GenerationConfig(**{name: getattr(config, name) for name in names})
+
+
+def _prompts(
+    config: GenerateConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase, world: World
+) -> tuple[list[Prompt], int]:
     rows = load_prompts(config.data, config.split, config.prompt_field, config.prompt_words, "data")
     if config.eval_fraction is not None:
         rows = hold_out(rows, config.eval_fraction, "data", config.prompt_field)[1]
-    return first_prompts(rows, tokenizer, config)
+    return first_prompts(rows, tokenizer, config, tools_of(world))
 
 
 Config = TypeVar("Config", bound=HeldOutConfig)
@@ -151,8 +186,12 @@ def with_first_gpu(config: Config) -> Config:
 
 
 def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:
-    """The configuration with ``max_prompt_length`` resolved."""
+    """The configuration with ``max_prompt_length`` and ``episode_length`` resolved."""
     by_key = {f"models.{name}": place for name, place in models.items()}
+    if config.plays and config.episode_length is None:
+        given = _limits(config).longest_episode, config.max_prompt_length, config.trust_remote_code
+        prompt, length = shared_room(by_key, *given)
+        config = replace(config, max_prompt_length=prompt, episode_length=length)
     return replace(config, max_prompt_length=sampling_prompt_cap(config, by_key))
 
 
@@ -256,6 +295,7 @@ def _generated(
     """
     output, partial, ranks = folder / f"{name}.jsonl", folder / f".{name}.jsonl.part", engines.ranks
     inputs: dict[str, Source] = {"models": config.models, "data": config.data}
+    inputs |= {key: getattr(config, key) for key in ("environment", "tools", "agent") if getattr(config, key)}
     stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
     size = _CHUNK * config.batch_size
 
@@ -272,6 +312,7 @@ def _generated(
 
     there = ranks.broadcast(f"samples of {name}", begun)
     if there is not None:
+        renderer = Renderer(tokenizer, (), ChatTemplate(tokenizer, config.chat))
         if (left := len(prompts) - there) > 0:
             engine = engines.of(name, config.models[name], tokenizer)
             with progress_bar(f"generate: {name}", left, ranks.is_main) as progress:
@@ -279,7 +320,7 @@ def _generated(
                     chunk = prompts[there + start :][:size]
                     groups = sampled_in_shares(engine, chunk, ranks, _behind(progress, start))
                     if ranks.is_main:
-                        _append(partial, chunk, [group[0] for group in groups], tokenizer, config.prompt_field)
+                        _append(partial, chunk, [group[0] for group in groups], renderer, config.prompt_field)
         if ranks.is_main:
             _publish(stage, partial, output, len(prompts), config.models[name], config)
     return ranks.broadcast(f"answers of {name}", lambda: _read(output))
@@ -323,14 +364,10 @@ def _behind(progress: Callable[[int], None], start: int) -> Callable[[int], None
 
 
 def _append(
-    partial: Path,
-    prompts: Sequence[Prompt],
-    samples: Sequence[Sample],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_field: str,
+    partial: Path, prompts: Sequence[Prompt], samples: Sequence[Sample], renderer: Renderer, prompt_field: str
 ) -> None:
     """Add answers to an unfinished file, on disk when this returns."""
-    texts = decode_samples(tokenizer, samples)
+    texts = decode_samples(renderer.tokenizer, samples)
     with partial.open("a", encoding="utf-8") as file:
         for prompt, sample, text in zip(prompts, samples, texts, strict=True):
             columns = dict(prompt.columns)
@@ -346,6 +383,8 @@ def _append(
                 prompt.tokens,
                 prompt.row,
                 columns,
+                episode_fields(sample) or None,
+                None if prompt.messages is None is sample.messages else said_of(renderer, prompt, sample),
             )
             file.write(json.dumps(asdict(generation), default=str) + "\n")
         file.flush()
@@ -359,27 +398,33 @@ class _Engines:
         config: how to sample.
         longest: tokens of the longest prompt.
         ranks: each of which has an engine of its own.
+        episodes: how they are played; None for plain answers.
     """
 
-    def __init__(self, config: HeldOutConfig, longest: int, ranks: Ranks) -> None:
-        self.config, self.longest, self.ranks = config, longest, ranks
+    def __init__(self, config: HeldOutConfig, longest: int, ranks: Ranks, episodes: EpisodeSpec | None = None) -> None:
+        self.config, self.longest, self.ranks, self.episodes = config, longest, ranks, episodes
         self.device = rank_device(config, ranks)
         self._copy: Any = None
         self._shape: dict[str, Any] = {}
 
     def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Any:
-        """An engine that samples from the model of that folder or hub name."""
+        """What samples from the model of that folder or hub name."""
+        engine = self._engine(name, source, tokenizer)
+        return engine if self.episodes is None else Played(engine)
+
+    def _engine(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Any:
         config, copies = self.config, "policy" not in find(self.config.engine).supports
         device, dtype = torch.device("cpu") if copies else self.device, getattr(torch, config.dtype)
         model = load_policy(source, device, key=f"models.{name}", trust=config.trust_remote_code)
-        params = sampling_params(model, tokenizer, config, 1, self.longest)
+        params = sampling_params(model, tokenizer, config, 1, self.longest, self.episodes)
         if not copies:
             return TransformersEngine(model.to(dtype), params)
         unlike = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "architectures", "transformers_version")
         shape = {key: value for key, value in model.config.to_dict().items() if key not in unlike}
         if self._copy is None or shape != self._shape:
             self.close()
-            engine, vllm, length = config.engine, config.vllm, self.longest + config.response_length
+            engine, vllm = config.engine, config.vllm
+            length = self.longest + (config.episode_length or config.response_length)
             kind = self.device.type
             spec = ModelSpec(type(model), model.config, dtype, kind, engine=engine, vllm=vllm, max_length=length)
             self._copy, self._shape = make_engine(spec, params), shape

@@ -17,9 +17,11 @@ from async_rlhf.commands.ratings import run_pairs_from_ratings
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
 from async_rlhf.data.formats import MESSAGES, load_prompts
+from async_rlhf.data.rendering import Renderer, conversations
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
@@ -66,7 +68,9 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
     columns = [{k: value for k, value in prompt.columns.items() if k != config.prompt_field} for prompt in each]
     queries = [prompt.columns[config.prompt_field] for prompt in each]
-    scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples])
+    renderer = Renderer(tokenizer, (), ChatTemplate(tokenizer, config.chat))
+    more = conversations(renderer, each, samples)
+    scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples], more)
     pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field)
     results = {
         "prompts": len(prompts),

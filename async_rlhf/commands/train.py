@@ -20,13 +20,14 @@ from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, stream_rows
 from async_rlhf.data.unsized import Stream
-from async_rlhf.generation.episodes.spec import named
+from async_rlhf.generation.episodes.spec import world_named
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.build import Start, begin
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder
+from async_rlhf.run.learning_warning import nothing_learnt, unrewarded
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer
@@ -41,9 +42,10 @@ def run_train(config: RunConfig) -> dict[str, Any]:
     """Train a policy as the configuration says; skipped if that is done already.
 
     Returns:
-        The metrics of the last batch that was logged.
+        The metrics of the last batch that was logged. If no batch had a gradient, "nothing_learnt" says why, and the
+        run does not count as done.
     """
-    start = begin(config.train, config.model, find(config.algorithm), prefix="train.")
+    start, nothing = begin(config.train, config.model, find(config.algorithm), prefix="train."), ""
     with start.watch.watching(), ExitStack() as stack:
         for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
             check_source(getattr(config, name), name)
@@ -53,9 +55,9 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         if results is None:
             if start.ranks.is_main:  # held until the run is marked as finished, which its trainer does not do
                 stack.enter_context(hold_folder(Path(config.train.output_dir)))
-            results = _train(config, stage, start)
+            results, nothing = _train(config, stage, start)
     start.watch.close()
-    return results
+    return results | ({"nothing_learnt": nothing} if nothing else {})
 
 
 def _done(stage: Stage, config: RunConfig) -> dict[str, Any] | None:
@@ -82,15 +84,16 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
             train_rows, eval_rows = _counted_prompts(data)
         if data.eval is not None:
             eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
+    world = world_named(config.environment, config.tools, config.agent)
     return OnlineTrainer(
         config.model,
         config.train,
         train_rows,
         reward_model=config.reward_model,
         reward_funcs=load_reward_functions(config.reward_funcs),
-        environment=None if config.environment is None else named(config.environment, "environment"),
-        tools=[named(name, "tools") for name in config.tools],
-        agent=None if config.agent is None else named(config.agent, "agent"),
+        environment=world.environment,
+        tools=world.tools,
+        agent=world.agent,
         ref_model=config.ref_model,
         value_model=config.value_model,
         eval_dataset=eval_rows,
@@ -103,7 +106,8 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
     )
 
 
-def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
+def _train(config: RunConfig, stage: Stage, start: Start) -> tuple[dict[str, Any], str]:
+    """The results, and why nothing was learnt; "" if something was."""
     trainer, ranks = make_trainer(config, start), start.ranks
     if ranks.is_main:
         stage.marker.unlink(missing_ok=True)  # from here on the folder holds an unfinished run
@@ -112,14 +116,17 @@ def _train(config: RunConfig, stage: Stage, start: Start) -> dict[str, Any]:
     state = trainer.train()
     results = state.log_history[-1] if state.log_history else {}
     if ranks.is_main:
-        stage.publish_files({}, results)
+        if state.optimizer_steps != 0:
+            stage.publish_files({}, results)
         folder = Path(config.train.output_dir)
         logger.info("%s", training_summary(folder, FINAL, METRICS, time.monotonic() - started))
+        if missing := unrewarded(state):
+            logger.info("%s", missing)
         if config.train.report:
             logger.info("%s", function_of("report", "report_of_run")(folder))
         if threads is not None and (hint := better_threads(read_rows(folder / METRICS), *threads)):
             logger.info("%s", hint)
-    return results
+    return results, nothing_learnt(state) if state.optimizer_steps == 0 else ""
 
 
 def _counted_prompts(data: DataConfig) -> tuple[Rows, Rows | None]:

@@ -25,7 +25,12 @@ class World:
         """Whether a run needs no other rewards."""
         return self.environment is not None or self.agent is not None
 
-    def check(self, max_turns: int | None, prefix: str = "") -> None:
+    @property
+    def given(self) -> list[Any]:
+        """All that the user gives."""
+        return [one for one in (self.environment, *self.tools, self.agent) if one is not None]
+
+    def check(self, max_turns: int | None, prefix: str = "", key: str = "generation.max_turns") -> None:
         """Require that there is one of them at most, and that the length of episodes is said if there is one.
 
         Raises:
@@ -37,4 +42,4 @@ class World:
         )
         require(len(given) < 2, given[-1] if given else "", "something", right)
         right = "must be given with an environment, tools or an agent, and null without"
-        require(bool(given) == (max_turns is not None), f"{prefix}generation.max_turns", max_turns, right)
+        require(bool(given) == (max_turns is not None), f"{prefix}{key}", max_turns, right)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from async_rlhf.config.base import at_least, key, require
+from async_rlhf.config.base import above, at_least, at_most, key, require
 from async_rlhf.config.common import EVAL_FRACTION, ResultsConfig, RewardedConfig, SamplingConfig
 from async_rlhf.config.engines import able, find
+from async_rlhf.config.episodes import World
 from async_rlhf.config.generation import Dtype, VLLMConfig
 from async_rlhf.config.parallel import check_device
 from async_rlhf.config.rewards import JudgeConfig
@@ -35,8 +36,30 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
     """Type of the weights that sample."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
+    environment: str | None = None
+    """What answers the models' messages, as in ``train``: an answer is then an episode, with the rewards that the
+    environment gives."""
+    tools: list[str] = key([])
+    """Instead, functions that the models may call, as in ``train``."""
+    agent: str | None = None
+    """Instead, an agent that asks the models and returns a reward, as in ``train``."""
+    max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
+    """Most answers of an episode, each of at most response_length tokens. Must be given with an environment, tools or
+    an agent, and null without."""
+    episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
+    """Most tokens of an episode after its prompt, as ``train`` has it."""
+    step_timeout: float | None = key(60.0, above(0))
+    """Seconds that an environment or a tool may take for one answer; null for no limit."""
+
+    @property
+    def plays(self) -> bool:
+        """Whether answers are episodes."""
+        return self.max_turns is not None
 
     def check(self) -> None:
+        World(self.environment, self.tools, self.agent).check(self.max_turns, key="max_turns")
+        right = "must be null without max_turns, which says that there are episodes"
+        self.require(self.plays or self.episode_length is None, "episode_length", right)
         self.require(self.data != "", "data", "give the held-out prompts: a file, a folder, or a name on the hub")
         given = len(self.models) > 0 or self.run is not None
         self.require(given, "models", "give at least one, as name: folder, or a run")
@@ -99,9 +122,12 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
         self.require(known, "reference", right)
+        right = "must be null with an environment, tools or an agent: a reward model reads one answer; use reward_funcs"
+        self.require(not self.plays or self.reward_model is None, "reward_model", right)
         if self.judge.url is None:
             self.leaves_out([f"judge.{item.name}" for item in fields(JudgeConfig)], "without judge.url")
-            self.check_judge()
+            if not (self.environment or self.agent) or self.reward_funcs:
+                self.check_judge()
             alone = self.reward_model is not None or self.reward_tokenizer is None
             self.require(alone, "reward_tokenizer", "must be null without reward_model")
         else:
@@ -113,5 +139,6 @@ _SAMPLED = (
     *("models", "run", "data", "split", "prompt_field", "prompt_words", "eval_fraction"),
     *("temperature", "top_p", "top_k", "response_length", "max_prompt_length", "engine", "seed", "checkpoints"),
     *("dtype", "vllm"),
+    *("environment", "tools", "agent", "max_turns", "episode_length", "step_timeout"),
 )
 """Keys of EvaluateConfig that mean nothing where completions are given."""

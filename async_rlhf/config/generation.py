@@ -75,6 +75,10 @@ class VLLMConfig(VLLMMemoryConfig):
             require(name not in self.options, f"options.{name}", self.options.get(name), right)
 
 
+EPISODE_CAP = 4096
+"""Tokens of an episode after its prompt, unless a run says otherwise or the model has no room for them."""
+
+
 @dataclass(frozen=True)
 class GenerationConfig(TruncationConfig):
     """How completions are sampled, and where."""
@@ -121,7 +125,8 @@ class GenerationConfig(TruncationConfig):
     episode that goes on is cut off there. Must be given with an environment or tools, and null without."""
     episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
     """Most tokens of an episode, or of one conversation of an agent, after its prompt, with what the environment says;
-    null for max_turns times response_length."""
+    null for what the model's positions leave beside the longest prompt, but at most 4096, or max_turns times
+    response_length if that is more."""
     step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: see reward_errors."""
@@ -208,8 +213,14 @@ class GenerationConfig(TruncationConfig):
 
     @property
     def longest_episode(self) -> int:
-        """Most tokens after the prompt."""
-        return self.episode_length or (self.max_turns or 1) * self.response_length
+        """Most tokens after the prompt; a run makes that less if the model has fewer positions."""
+        least = 0 if self.max_turns is None else EPISODE_CAP
+        return self.episode_length or max(least, (self.max_turns or 1) * self.response_length)
+
+    @property
+    def longest_written(self) -> int:
+        """Most of these tokens that the policy writes."""
+        return min(self.longest_episode, (self.max_turns or 1) * self.response_length)
 
     @property
     def shares(self) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from xxhash import xxh32_hexdigest
 
 from async_rlhf.config.base import ConfigError
 
@@ -38,13 +41,86 @@ def load_attribute(place: str, attribute: str, key: str, what: str) -> Any:
     return getattr(module, attribute)
 
 
+_LOADED: dict[Path, tuple[bytes, ModuleType]] = {}
+"""Files that were imported, as they were then."""
+
+
 def _module_from_file(path: Path) -> ModuleType:
+    """The module of a file: the same one until the file changes. It takes the place of no other module, and finds the
+    files beside it.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{str(path)!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
+    path = path.resolve()
+    source = path.read_bytes()
+    if path in _LOADED and _LOADED[path][0] == source:
+        return _LOADED[path][1]
+    name = _own_name(path)
+    if path not in _LOADED and name in sys.modules:  # another file has imported it
+        return sys.modules[name]
+    _show_neighbours(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # its name ends in .py
+    module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
+    sys.modules[name] = module  # dataclasses look up their module there
+    try:
+        exec(compile(source, path, "exec"), module.__dict__)  # not what an older file was compiled to
+    except BaseException:
+        sys.modules.pop(name) if before is None else sys.modules.update({name: before})
+        raise
+    _LOADED[path] = source, module
     return module
+
+
+def _own_name(path: Path) -> str:
+    """The file's name where nothing else has it, as whatever imports that name means this file; else one like it."""
+    name = path.stem.replace(".", "_")
+    return name if _found_as(name) in (None, path) else f"{name}_{xxh32_hexdigest(bytes(path))}"
+
+
+def _found_as(name: str) -> Path | None:
+    """The file that is imported by a name, or already has been; None if there is no such module. The path "" is one
+    that has no file.
+    """
+    try:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    except ValueError:  # such as the program itself, which has no spec
+        return Path()
+    return None if spec is None else Path() if spec.origin is None else Path(spec.origin).resolve()
+
+
+def neighbours(path: Path) -> list[Path]:
+    """The files in the folder of a file of the user's that it imports, and those that these import."""
+    found, left = list[Path](), [path]
+    while left:
+        for near in _imported_beside(left.pop()):
+            if near not in (path, *found) and _found_as(near.stem) == near:
+                found.append(near)
+                left.append(near)
+    return sorted(found)
+
+
+def _imported_beside(path: Path) -> list[Path]:
+    names = set[str]()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.partition(".")[0])
+    return [near.resolve() for name in names if (near := path.parent / f"{name}.py").is_file()]
+
+
+def _show_neighbours(path: Path) -> None:
+    """See that its imports find what is in its folder: before other such folders, and behind everything else, so that
+    nothing there hides a module.
+    """
+    folder, others = str(path.parent), [str(known.parent) for known in _LOADED]
+    if folder not in sys.path or folder in others:
+        sys.path.insert(
+            min([sys.path.index(other) for other in others if other in sys.path] or [len(sys.path)]), folder
+        )
+    importlib.invalidate_caches()
+    for near in _imported_beside(path):
+        found = _found_as(near.stem)
+        if found is not None and found != near and str(found.parent) in others:
+            del sys.modules[near.stem]  # what has imported it keeps it

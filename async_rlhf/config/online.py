@@ -220,6 +220,11 @@ class OnlineConfig(TrainingConfig):
     reward_timeout: float | None = key(None, above(0), may_change="the machine may be slower")
     """Seconds that the reward functions may take together for a batch; null for no limit. With a limit, functions that
     can be found by name are called in separate processes, which are killed at the limit."""
+    reward_retries: int = key(
+        0, at_least(0), at_most(16, "the last waits would take days"), may_change="what it asks may fail more often"
+    )
+    """How often a reward function that raises is called again, after 1, 2, 4 ... seconds, but not beyond
+    reward_timeout."""
     feedback: FeedbackConfig = key(FeedbackConfig)
     """Labels that people give while the run goes on."""
     logging_steps: int = key(1, at_least(1), role="log")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data.calls import CallParser
 from async_rlhf.models.chats import ChatTemplate, Message, Schemas
-from async_rlhf.types import Prompt
+from async_rlhf.types import Prompt, Sample
 
 
 class Renderer:
@@ -103,6 +103,28 @@ class Renderer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def conversations(
+    renderer: Renderer, prompts: Sequence[Prompt], samples: Sequence[Sample]
+) -> dict[str, list[list[Message]]]:
+    """For reward functions, each conversation, and what of it comes after the prompt; nothing where neither chats nor
+    episodes are.
+    """
+    if all(prompt.messages is None for prompt in prompts) and all(sample.messages is None for sample in samples):
+        return {}
+    said = [said_of(renderer, prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
+    asked = [[*map(dict, prompt.messages or ())] for prompt in prompts]
+    return {"messages": [[*a, *b] for a, b in zip(asked, said, strict=True)], "completion_messages": said}
+
+
+def said_of(renderer: Renderer, prompt: Prompt, sample: Sample) -> list[Message]:
+    """The messages after a prompt: those of an episode, or the policy's answer."""
+    if sample.messages is not None:
+        return [*map(dict, sample.messages)]
+    drawn, stopped = sample.drawn.tolist(), sample.finish_reason == "stop"
+    own = renderer.of_row(prompt.columns, f"row {prompt.row + 1}")
+    return [own.message(drawn[: len(drawn) - stopped], prompt.tokens)]
 
 
 _KEPT = 1000

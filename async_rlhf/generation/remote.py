@@ -36,6 +36,7 @@ from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.snapshots import NoSnapshots, Snapshots, agree
 from async_rlhf.models.weights import differing
+from async_rlhf.system.errors import UserCodeError, last_place, own_frames
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
@@ -394,6 +395,9 @@ class RemoteGenerator:
             self._replace(worker, answer.message)
         elif answer.is_config:
             raise ConfigError(answer.message)
+        elif frames := own_frames(answer.traceback):
+            place = last_place(frames)
+            raise UserCodeError(f"{self.kind} {worker.number}: {answer.message.removesuffix(place)}{place}", frames)
         else:
             raise GeneratorError(f"{self.kind} {worker.number}: {answer.message}\n\n{answer.traceback}")
 

@@ -42,6 +42,7 @@ from async_rlhf.generation.protocol import (
 )
 from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.types import Prompt, Sample, drawn_versions
 
@@ -249,7 +250,8 @@ class Stream:
 def to_failure(error: Exception) -> Failure:
     """The message that tells the learner about an error."""
     is_config, is_lost = isinstance(error, ConfigError), isinstance(error, EngineLostError)
-    text = str(error) if is_config or is_lost else f"{type(error).__name__}: {error}"
+    says_all = is_config or is_lost or isinstance(error, UserCodeError)
+    text = str(error) if says_all else f"{type(error).__name__}: {error}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         text, is_lost = f"ran out of memory: {text}", True  # a new process has all of its memory free
     return Failure(text, traceback.format_exc(), is_config, is_lost)

@@ -187,7 +187,7 @@ def bytes_without_checkpointing(
     AdamW; see :func:`with_checkpointing`.
     """
     rows = config.rows_of_pass(rows_per_unit)
-    one = Pass(rows * config.max_length, rows * config.generation.longest_episode)
+    one = Pass(rows * config.max_length, rows * config.generation.longest_written)
     shards = parallel.shards if parallel.is_sharded else 1
     each = 4.0 if autocast_dtype(config) is None else 2.0
     total = sum(each * model.num_parameters() for model in frozen) / shards

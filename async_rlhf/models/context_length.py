@@ -18,16 +18,42 @@ Model: TypeAlias = PreTrainedModel | str
 
 
 def with_prompt_cap(config: OnlineConfig, model: Model) -> OnlineConfig:
-    """The configuration with ``max_prompt_length`` resolved: the only place where a run does that.
+    """The configuration with ``max_prompt_length`` and ``episode_length`` resolved, which no other place does.
 
     Raises:
         ConfigError: the model is nowhere, or has no room for a prompt beside the response.
     """
+    if config.generation.max_turns is not None and config.generation.episode_length is None:
+        config = _with_episode_length(config, model)
     if config.max_prompt_length is not None:
         return config
     key, length = f"generation.{length_key(config.generation)}", config.generation.longest_episode
     cap = prompt_cap({"model": model}, key, length, config.trust_remote_code)
     return replace(config, max_prompt_length=cap)
+
+
+def _with_episode_length(config: OnlineConfig, model: Model) -> OnlineConfig:
+    wanted, prompt, trust = config.generation.longest_episode, config.max_prompt_length, config.trust_remote_code
+    prompt, length = shared_room({"model": model}, wanted, prompt, trust)
+    generation = replace(config.generation, episode_length=length)
+    return replace(config, max_prompt_length=prompt, generation=generation)
+
+
+def shared_room(models: Mapping[str, Model], wanted: int, prompt: int | None, trust: bool) -> tuple[int, int]:
+    """Most tokens of a prompt and of an episode after it: they share the positions of the model with the fewest.
+
+    Args:
+        models: models, folders or hub names, by the keys that errors name.
+        wanted: most tokens of an episode.
+        prompt: of a prompt; None for 512, but at most half of the positions.
+        trust: whether Python code that comes with a model may be run.
+    """
+    configs = [config_of(name, model, trust) for name, model in models.items()]
+    known = [positions for one in configs if one is not None and (positions := _positions(one)[0]) is not None]
+    if not known:
+        return prompt or PROMPT_CAP, wanted
+    prompt = prompt or min(PROMPT_CAP, max(1, min(known) // 2))
+    return prompt, max(1, min(wanted, min(known) - prompt))
 
 
 def length_key(config: GenerationConfig) -> str:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-import sysconfig
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.rewards import FunctionName
-from async_rlhf.rewards.calls import ProcessDiedError, RemoteError, TooLateError, call_together
-from async_rlhf.system.errors import UserCodeError
+from async_rlhf.rewards.calls import NoSequenceError, ProcessDiedError, RemoteError, TooLateError, call_together
+from async_rlhf.system.errors import UserCodeError, frames_of, last_place, own_frames
+from async_rlhf.system.user_code import own_copy
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +27,25 @@ A batch is judged as soon as it has been sampled, beside training on the one bef
 (`load_state_dict`), or an evaluation comes first. If every function of a run has a true attribute `by_prompt`, they are
 called with some prompts of a batch, and all K completions of each, while others are still being sampled.
 
-Every call is made in a new thread, with a new event loop for an async function, so anything that belongs to one thread
-or loop (a database connection, an HTTP session) must be opened within the call. Functions of one batch run at the same
-time, so a function that draws random numbers needs its own generator if the run is to be repeatable.
+Every call of a plain function is made in a new thread, so what belongs to one thread must be opened within the call.
+Coroutines all run in one event loop, for the life of the process: an HTTP client may be kept between calls, and none of
+them may block. Functions of one batch run at the same time, so a function that draws random numbers needs its own
+generator if the run is to be repeatable. The lists are copies, with all that is in them: a function may change them.
 """
 
 
 class RewardError(UserCodeError):
-    """A reward that cannot be trained on. The message names the reward and the row."""
+    """A reward that cannot be trained on. The message names the reward and the row.
+
+    Args:
+        message: says all.
+        frames: see :class:`~async_rlhf.system.errors.UserCodeError`.
+        cause: what a function did, in a few words that are the same each time: "raised KeyError".
+    """
+
+    def __init__(self, message: str = "", frames: str = "", cause: str = "failed") -> None:
+        super().__init__(message, frames)
+        self.cause = cause
 
 
 def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
@@ -85,6 +93,34 @@ def function_name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+RESERVED = ("prompts", "completions", "messages", "completion_messages", "metrics", "self")
+"""Keywords that have a meaning of their own when a reward function is called."""
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]], without: str | None = None) -> dict[str, list[Any]]:
+    """The data's columns as reward functions get them: by name, one value for each row, None where it has none.
+
+    A column with a reserved name gets "_" behind it, which a warning says.
+
+    Args:
+        rows: of the data set, one for each completion.
+        without: a column to leave out.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if name != without)
+    return {_keyword(name, frozenset(names)): [row.get(name) for row in rows] for name in names}
+
+
+@lru_cache(maxsize=256)  # the warning is said once
+def _keyword(name: str, taken: frozenset[str]) -> str:
+    if name not in RESERVED:
+        return name
+    free = f"{name}_"
+    while free in taken:
+        free += "_"
+    logger.warning("WARNING: reward functions get the data's column %r as %r: %r is ours", name, free, name)
+    return free
+
+
 def numbers(rewards: Sequence[float | None], prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """The rewards, after checking that every completion has one.
 
@@ -107,6 +143,8 @@ def call_reward_functions(
     columns: Mapping[str, Sequence[Any]],
     timeout: float | None = None,
     skip: bool = False,
+    retries: int = 0,
+    causes: dict[str, str] | None = None,
 ) -> dict[str, list[float | None]]:
     """The rewards of every function; all functions run at the same time, each in a separate thread.
 
@@ -121,6 +159,8 @@ def call_reward_functions(
         columns: the data set's columns, one value for each completion.
         timeout: seconds for all functions together; None for no limit.
         skip: log a failure as a warning and give NaN to the completions that it concerns.
+        retries: how often a function that raises is called again, within the limit.
+        causes: gets the :attr:`RewardError.cause` of each function that has failed.
 
     Returns:
         The rewards by the function's name, one for each completion; None where the function says that it does not
@@ -131,8 +171,10 @@ def call_reward_functions(
             no finite number. The other functions are then not waited for.
     """
     rewards = {}
-    for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout):
+    for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout, retries):
         if error is not None:
+            if causes is not None:
+                causes[name] = error.cause
             raise_or_warn(error, sum(map(has_failed, rewards[name])), len(completions), skip)
     return {name: rewards[name] for name in functions}
 
@@ -143,6 +185,7 @@ def judge(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     timeout: float | None = None,
+    retries: int = 0,
 ) -> Iterator[tuple[str, list[float | None], RewardError | None]]:
     """The basis of :func:`call_reward_functions`: yields each function's rewards as soon as it is done.
 
@@ -151,7 +194,7 @@ def judge(
     """
     names = list(functions)
     calls = [partial(_call, function, prompts, completions, columns) for function in functions.values()]
-    for number, outcome in call_together(calls, timeout):
+    for number, outcome in call_together(calls, timeout, retries):
         name = names[number]
         if isinstance(outcome, BaseException) or len(outcome) != len(completions):
             yield name, [math.nan] * len(completions), _failure(name, outcome, len(completions), timeout)
@@ -161,7 +204,8 @@ def judge(
         if bad is not None:
             error = RewardError(
                 f"reward function {name} returned {repr(outcome[bad])[:200]}; must be a finite number, or None. "
-                f"Prompt: {prompts[bad][-200:]!r}. Completion: {completions[bad][:200]!r}"
+                f"Prompt: {prompts[bad][-200:]!r}. Completion: {completions[bad][:200]!r}",
+                cause="returned no finite number",
             )
         yield name, rewards, error
 
@@ -185,37 +229,33 @@ def raise_or_warn(error: RewardError, missing: int, completions: int, skip: bool
 def _call(
     function: RewardFunction, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> Any:
-    """Call it with its own copies of the lists, so that changes to them do not affect other functions."""
-    lists = {name: list(values) for name, values in columns.items()}
+    """Call it with its own copies, so that changes to them affect neither other functions nor the data."""
+    lists = own_copy({name: list(values) for name, values in columns.items()})
     return function(prompts=list(prompts), completions=list(completions), **lists)
 
 
 def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout: float | None) -> RewardError:
     """The error of a whole call."""
     if isinstance(outcome, list):
-        return RewardError(f"reward function {name} returned {len(outcome)} rewards for {count} completions")
+        text = f"reward function {name} returned {len(outcome)} rewards for {count} completions"
+        return RewardError(text, cause="returned another number of rewards than of completions")
     if isinstance(outcome, TooLateError):
-        return RewardError(
-            f"reward function {name} was not done after {timeout:g} s, the limit for the reward functions of a batch "
-            "(reward_timeout)"
-        )
+        limit = "the limit for the reward functions of a batch (reward_timeout)"
+        text = f"reward function {name} was not done after {timeout:g} s, {limit}"
+        return RewardError(text, cause="was not done in time")
+    if isinstance(outcome, NoSequenceError):
+        right = f"must be a list, an array or a tensor of {count} numbers, one for each completion"
+        return RewardError(f"reward function {name} returned {outcome}; {right}", cause="returned no sequence")
     if isinstance(outcome, ProcessDiedError):
-        return RewardError(f"reward function {name}: {outcome}")
-    raised = (outcome.kind, outcome.text) if isinstance(outcome, RemoteError) else (type(outcome).__name__, outcome)
-    error = RewardError(f"reward function {name} raised {raised[0]}: {raised[1]}{_line(outcome)}")
+        return RewardError(f"reward function {name}: {outcome}", cause="ended its process")
+    kind, text = type(outcome).__name__, str(outcome)
+    frames = frames_of(outcome)
+    if isinstance(outcome, RemoteError):
+        kind, text, frames = outcome.kind, outcome.text, own_frames(outcome.trace)
+    what = f"raised {kind}"
+    error = RewardError(f"reward function {name} {what}: {text}{last_place(frames)}", frames, what)
     error.__cause__ = outcome  # as `raise ... from` does, so that its traceback is shown
     return error
-
-
-def _line(outcome: BaseException) -> str:
-    """File and line where the function failed: the innermost of its own, not of a library that it called."""
-    if isinstance(outcome, RemoteError):
-        places = re.findall(r'File "(.+)", line (\d+)', outcome.trace)
-    else:
-        places = [(one.filename, str(one.lineno)) for one in traceback.extract_tb(outcome.__traceback__)]
-    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
-    own = [place for place in places if not place[0].startswith((*libraries, "<"))]
-    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
 
 
 def _number(value: Any) -> float:

@@ -30,8 +30,9 @@ from async_rlhf.models.forward import Row, autocast_dtype, score_batch
 from async_rlhf.models.frozen_models import hold_linear
 from async_rlhf.rewards.calls import RemoteError
 from async_rlhf.rewards.functions import RewardError, RewardFunction, call_reward_functions, has_failed, raise_or_warn
-from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.rewards.scorer import Called, Scorer
 from async_rlhf.rewards.shares import Judged, SharedFunctions
+from async_rlhf.system.errors import own_frames
 from async_rlhf.system.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -208,8 +209,9 @@ class RayScorer(Scorer):
 
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
-    ) -> dict[str, list[float | None]]:
-        timeout, count = self.config.reward_timeout, len(self._pool)
+    ) -> Called:
+        causes: dict[str, str] = {}
+        count, options = len(self._pool), (self.config.reward_timeout, self.skip, self.config.reward_retries)
         groups = len(prompts) // samples
         bounds = [number * groups // count * samples for number in range(count + 1)]
         parts = [slice(*bound) if bound[0] < bound[1] else None for bound in pairwise(bounds)]
@@ -217,19 +219,18 @@ class RayScorer(Scorer):
         if self._any_shared:
             columns_of = [part and {name: values[part] for name, values in columns.items()} for part in parts]
             given = zip(parts, columns_of, strict=True)
-            shares = [
-                part and (prompts[part], completions[part], own, samples, timeout, self.skip) for part, own in given
-            ]
+            shares = [part and (prompts[part], completions[part], own, samples, *options) for part, own in given]
             answers = self._pool.ask("call", shares)
-        rewards = call_reward_functions(self._here, prompts, completions, columns, timeout, self.skip)
+        rewards = call_reward_functions(self._here, prompts, completions, columns, *options, causes)
         for judged in answers():
             for name, values, wrong in judged or []:
                 rewards.setdefault(name, []).extend(values)
                 if wrong is not None:
-                    error = RewardError(wrong[0])
+                    causes[name] = wrong[2]
+                    error = RewardError(wrong[0], own_frames(wrong[1]), wrong[2])
                     error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
                     raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
-        return {name: rewards[name] for name in self.reward_funcs}
+        return {name: rewards[name] for name in self.reward_funcs}, causes
 
 
 def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from async_rlhf.rewards.base import Reward
-from async_rlhf.rewards.calls import ProcessDiedError, RemoteError, TooLateError, outcome_of
+from async_rlhf.rewards.calls import NoSequenceError, ProcessDiedError, RemoteError, TooLateError, outcome_of
 from async_rlhf.rewards.functions import RewardFunction, load_object, name_loaded_by
 from async_rlhf.system.random_state import capture, equal, restore
 from async_rlhf.system.subprocesses import context_of, hang_up, start_process
@@ -137,7 +137,7 @@ class StoppableFunction:
             logger.warning("reward function %s cannot be loaded in a process of its own (%s)", self.name, wrong)
             warn_unstoppable(self.name, "is called in this process")
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, /, **arguments: Any) -> Any:
         """The rewards.
 
         Raises:
@@ -261,7 +261,7 @@ def _serve(
 
 def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
     """Keep numbers, and send as text what may exist only in this process."""
-    if isinstance(outcome, (TooLateError, KeyboardInterrupt, SystemExit)):
+    if isinstance(outcome, (TooLateError, NoSequenceError, KeyboardInterrupt, SystemExit)):
         return type(outcome)(*(each if isinstance(each, int) else str(each) for each in outcome.args))
     if isinstance(outcome, BaseException):
         kind = type(outcome).__name__

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.data.rendering import Renderer
+from async_rlhf.data.rendering import Renderer, conversations
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import PassMemory, fitting_tokens, passes_alone
-from async_rlhf.models.chats import ChatTemplate, Message
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.packing import is_packed
@@ -32,6 +32,7 @@ from async_rlhf.rewards.functions import (
     RewardError,
     RewardFunction,
     call_reward_functions,
+    columns_of,
     function_name,
     raise_or_warn,
 )
@@ -39,7 +40,9 @@ from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
-from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
+from async_rlhf.types import Batch, Group, Sample, ScoredBatch
+
+Called = tuple[dict[str, list[float | None]], dict[str, str]]
 
 
 class _Judged(NamedTuple):
@@ -50,13 +53,16 @@ class _Judged(NamedTuple):
     """None where a function does not apply, NaN where it failed."""
     seconds: float
     """That the functions took."""
+    causes: Mapping[str, str] = {}
+    """What each function did that has failed."""
 
     @staticmethod
     def join(parts: Sequence[_Judged]) -> _Judged:
         """Of a batch whose parts were judged apart, by functions alone."""
         names = parts[0].by_functions
         rewards = {name: [value for part in parts for value in part.by_functions[name]] for name in names}
-        return _Judged(None, rewards, sum(part.seconds for part in parts))
+        causes = {name: cause for part in parts for name, cause in part.causes.items()}
+        return _Judged(None, rewards, sum(part.seconds for part in parts), causes)
 
 
 class Scorer:
@@ -150,25 +156,32 @@ class Scorer:
         rewards: dict[str, Tensor] = {}
         failed_R = torch.zeros(len(samples), dtype=torch.bool)
         metrics: dict[str, float] = {}
+        why = {"the environment or the agent failed": torch.tensor([math.isnan(_given(one)) for one in samples])}
         if by_model_R is not None:
             message = "the reward model gave {score} for {text!r}"
             rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message)
             failed_R = rewards["model"].isnan()
+            why["the reward model gave no finite number"] = failed_R
         for name, values in judged.by_functions.items():
             rewards[name] = torch.tensor([torch.nan if v is None else v for v in values], dtype=torch.float64)
-            failed_R |= rewards[name].isnan() & torch.tensor([value is not None for value in values])
+            fails_R = rewards[name].isnan() & torch.tensor([value is not None for value in values])
+            why[f"reward function {name} {judged.causes.get(name, 'failed')}"] = fails_R
+            failed_R = failed_R | fails_R
         if self.reward_funcs:
             metrics["time/reward_funcs"] = judged.seconds
         if batch.labels is not None:
             said = [math.nan if label is None else label for labels in batch.labels.rewards_PK for label in labels]
             rewards["feedback"] = torch.tensor(said, dtype=torch.float64)
-            failed_R |= rewards["feedback"].isnan()
+            why["nobody has labelled it"] = rewards["feedback"].isnan()
+            failed_R = failed_R | rewards["feedback"].isnan()
             metrics["feedback/unlabelled"] = float(rewards["feedback"].isnan().sum())
         scores_R = self.total(rewards, failed_R, samples, self.config)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
         metrics |= _metrics(scores_R, rewards, _ended(samples), samples)
-        return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics, rewards)
+        metrics |= _out_of_room(samples, self.config.generation)
+        missing = _counted(scores_R.isnan(), why)
+        return ScoredBatch(batch, scores_R.view(len(batch.groups), -1), metrics, rewards, missing)
 
     def total(
         self, rewards: Mapping[str, Tensor], failed_R: Tensor, samples: Sequence[Sample], config: OnlineConfig
@@ -230,34 +243,14 @@ class Scorer:
             return _Judged(by_model_R, {}, 0.0)
         self._prepare()
         prompts = [group.prompt for group in groups for _ in group.samples]
-        names = {name: None for prompt in prompts for name in prompt.columns if name != self.prompt_field}
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        columns |= self._messages(prompts, samples)
+        columns = columns_of([prompt.columns for prompt in prompts], self.prompt_field)
+        columns |= conversations(self._renderer, prompts, samples)
         if self.config.generation.max_turns is not None:
             columns["metrics"] = [dict(sample.metrics) for sample in samples]
         texts = [str(prompt.columns[self.prompt_field]) for prompt in prompts]
         completions, each = decode_samples(self.tokenizer, samples), len(groups[0].samples)
-        by_functions = self._call_functions(texts, completions, columns, each)
-        return _Judged(by_model_R, by_functions, time.monotonic() - started)
-
-    def _messages(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> dict[str, list[Any]]:
-        """For functions, each conversation, and what of it comes after the prompt; nothing where neither chats nor
-        episodes are.
-        """
-        if all(prompt.messages is None for prompt in prompts) and all(sample.messages is None for sample in samples):
-            return {}
-        said = [
-            list(sample.messages) if sample.messages is not None else [self._message(prompt, sample)]
-            for prompt, sample in zip(prompts, samples, strict=True)
-        ]
-        asked = [[*map(dict, prompt.messages or ())] for prompt in prompts]
-        return {"messages": [[*a, *b] for a, b in zip(asked, said, strict=True)], "completion_messages": said}
-
-    def _message(self, prompt: Prompt, sample: Sample) -> Message:
-        """What the policy said, in an answer without an episode."""
-        drawn, end = sample.drawn.tolist(), sample.finish_reason == "stop"
-        renderer = self._renderer.of_row(prompt.columns, f"row {prompt.row + 1}")
-        return renderer.message(drawn[:-1] if end else drawn, prompt.tokens)
+        by_functions, causes = self._call_functions(texts, completions, columns, each)
+        return _Judged(by_model_R, by_functions, time.monotonic() - started, causes)
 
     @contextmanager
     def started(self, trace: Trace | None = None, first: int = 1) -> Iterator[None]:
@@ -363,10 +356,13 @@ class Scorer:
 
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
-    ) -> dict[str, list[float | None]]:
-        """The rewards of every function; each prompt has ``samples`` consecutive completions."""
-        timeout = self.config.reward_timeout
-        return call_reward_functions(self._callable, prompts, completions, columns, timeout, self.skip)
+    ) -> Called:
+        """The rewards of every function, and what each did that has failed; each prompt has ``samples`` consecutive
+        completions.
+        """
+        causes: dict[str, str] = {}
+        options = self.config.reward_timeout, self.skip, self.config.reward_retries
+        return call_reward_functions(self._callable, prompts, completions, columns, *options, causes), causes
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """Replace broken scores by NaN, or raise if they stop the run."""
@@ -422,6 +418,15 @@ def _by_name(functions: Sequence[RewardFunction], with_model: bool) -> dict[str,
     return named
 
 
+def _counted(missing_R: Tensor, why: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many of the missing scores have which cause, each its first."""
+    found, left_R = {}, missing_R
+    for cause, failed_R in {**why, "no reward applies, or their sum is too large": missing_R}.items():
+        found[cause] = int((left_R & failed_R).sum())
+        left_R = left_R & ~failed_R
+    return {cause: count for cause, count in found.items() if count}
+
+
 def _metrics(
     scores_R: Tensor, rewards: Mapping[str, Tensor], ended_R: Tensor, samples: Sequence[Sample]
 ) -> dict[str, float]:
@@ -450,6 +455,24 @@ def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     found["reward"] = [_given(sample) for sample in samples]
     failed = sum(found.pop("failed", ()))
     return {"episode/failed": failed, **{f"episode/{name}": float(np.nanmean(each)) for name, each in found.items()}}
+
+
+def _out_of_room(samples: Sequence[Sample], limits: GenerationConfig) -> dict[str, float]:
+    """Shares of episodes that were cut off although their last answer ended: before another turn, for want of tokens,
+    or after the last turn. A last answer that was cut off early counts among the former.
+    """
+    if limits.max_turns is None:
+        return {}
+    cut = [one for one in samples if one.finish_reason == "length" and "failed" not in one.metrics]
+    turns = sum(one.metrics.get("turns", 0.0) >= limits.max_turns for one in cut)
+    short = [one for one in cut if one.metrics.get("turns", 0.0) < limits.max_turns]
+    room = sum(_last_answer(one) < limits.response_length for one in short)
+    return {"episode/out_of_room": room / len(samples), "episode/out_of_turns": turns / len(samples)}
+
+
+def _last_answer(sample: Sample) -> int:
+    """Its tokens."""
+    return int((~sample.sampled[::-1]).argmax()) if sample.sampled[-1] else 0
 
 
 def _ended(samples: Sequence[Sample]) -> Tensor:

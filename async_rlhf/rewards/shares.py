@@ -11,8 +11,9 @@ from xxhash import xxh32
 from async_rlhf.rewards.functions import RewardFunction, judge
 from async_rlhf.system.random_state import capture, equal, seed_all
 
-Judged = list[tuple[str, list[float | None], tuple[str, str] | None]]
-"""For each function: its name, the rewards, and, if something is wrong with them, the message and its traceback."""
+Judged = list[tuple[str, list[float | None], tuple[str, str, str] | None]]
+"""For each function: its name, the rewards, and, if something is wrong with them, the message, its traceback, and the
+cause."""
 
 
 class SharedFunctions:
@@ -38,6 +39,7 @@ class SharedFunctions:
         samples: int,
         timeout: float | None,
         skip: bool,
+        retries: int,
     ) -> Judged:
         """The rewards of all functions; without ``skip``, only up to the first that fails.
 
@@ -48,15 +50,17 @@ class SharedFunctions:
             samples: completions of a prompt.
             timeout: seconds for all functions together.
             skip: go on behind a function that fails.
+            retries: how often a call that raises is made again.
         """
 
         def judged(part: slice) -> Judged:
             self._begin(prompts[part], completions[part])
             own = {name: values[part] for name, values in columns.items()}
             found: Judged = []
-            for name, rewards, error in judge(self._functions, prompts[part], completions[part], own, timeout):
+            given = self._functions, prompts[part], completions[part], own, timeout, retries
+            for name, rewards, error in judge(*given):
                 trace = traceback.format_exception(error.__cause__) if error is not None and error.__cause__ else []
-                found.append((name, rewards, None if error is None else (str(error), "".join(trace))))
+                found.append((name, rewards, None if error is None else (str(error), "".join(trace), error.cause)))
                 if error is not None and not skip:
                     break
             return found
@@ -68,7 +72,7 @@ class SharedFunctions:
             if not self._draw:
                 return found
         rewards: dict[str, list[float | None]] = {}
-        wrong: dict[str, tuple[str, str] | None] = {}
+        wrong: dict[str, tuple[str, str, str] | None] = {}
         for first in range(0, len(prompts), samples):
             for name, values, told in judged(slice(first, first + samples)):
                 rewards.setdefault(name, []).extend(values)

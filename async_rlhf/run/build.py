@@ -28,7 +28,7 @@ from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.distributed.parallel import Parallel
-from async_rlhf.generation.episodes.spec import episodes_of, tools_of
+from async_rlhf.generation.episodes.spec import Sent, episodes_of, tools_of
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.placement import memory_taken
 from async_rlhf.generation.protocol import SamplingParams
@@ -68,7 +68,7 @@ from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import CURRICULUM, ResumeState, load_weights, restore_learner
 from async_rlhf.run.factory import check_launch, frozen_device, make_scorer
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
-from async_rlhf.run.record import Record, derived, of_python
+from async_rlhf.run.record import Record, code_digests, derived, of_python
 from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.system.determinism import prepare_deterministic
@@ -287,7 +287,7 @@ def _build(
     frozen = _frozen(config, algorithm, models, device)
     taken = memory_taken(config, device).get(f"cuda:{device.index or 0}", 0.0)
     config = with_checkpointing(config, trained, frozen, parallel, device, algorithm.rows_per_unit, taken)
-    reward_checksum = None if models.reward is None else frozen_checksum(models.reward)
+    reward = {} if models.reward is None else {"reward_model": frozen_checksum(models.reward)}
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
@@ -318,18 +318,18 @@ def _build(
         eval_params=evaluating,
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
         record=record,
-        fingerprints=_fingerprints(inputs, models, learner, scorer, prompts)
-        | ({} if reward_checksum is None else {"reward_model": reward_checksum}),
+        fingerprints=_fingerprints(inputs, learner, scorer, models.params, prompts) | reward,
     )
 
 
 def _fingerprints(
-    inputs: Inputs, models: _Models, learner: Learner, scorer: Scorer, prompts: SharedPrompts
+    inputs: Inputs, learner: Learner, scorer: Scorer, params: SamplingParams, prompts: SharedPrompts
 ) -> dict[str, str]:
-    """Those of all inputs but the reward model, whose weights are shared out by now."""
+    """Of the inputs that decide the result, but for a reward model."""
     found = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
-    if models.params.episodes is not None:
-        found["environment"] = models.params.episodes.environment.name
+    if params.episodes is not None:
+        found["environment"] = params.episodes.environment.name
+    found |= code_digests([*inputs.reward_funcs, *(Sent.of(one).value for one in inputs.world.given)])
     if inputs.optimizers[0] is not None:
         found["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:
@@ -542,6 +542,7 @@ def _value(
 
 def _sampling(config: OnlineConfig, policy: PreTrainedModel, chat: ChatTemplate, inputs: Inputs) -> SamplingParams:
     generation = config.generation
+    judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or config.feedback.ask is not None
     return SamplingParams(
         samples_per_prompt=config.samples_per_prompt,
         temperature=generation.temperature,
@@ -554,7 +555,7 @@ def _sampling(config: OnlineConfig, policy: PreTrainedModel, chat: ChatTemplate,
         top_p=generation.top_p,
         top_k=generation.top_k,
         seed_per_request=generation.seed_per_request,
-        episodes=episodes_of(config, inputs.world, chat),
+        episodes=episodes_of(config, inputs.world, chat, inputs.prompt_field, judged),
         routes=route_shape(policy.config) if config.router_replay else None,
     )
 

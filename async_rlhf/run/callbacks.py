@@ -46,6 +46,19 @@ class OnlineTrainerState(TrainerState):
     """Completions sampled for them."""
     newest: dict[str, float] = field(default_factory=dict)
     """The last value of every metric that was ever logged."""
+    optimizer_steps: int | None = None
+    """Taken so far; None where an older version has not counted them."""
+    idle_batches: int = 0
+    """Batches without an optimiser step since the last one."""
+    unrewarded: dict[str, int] = field(default_factory=dict)
+    """Completions without a reward, by the cause."""
+
+    def count(self, steps: int, missing: Mapping[str, int]) -> None:
+        """Count the optimiser steps of a batch, and its completions without a reward."""
+        self.optimizer_steps = (self.optimizer_steps or 0) + steps
+        self.idle_batches = 0 if steps else self.idle_batches + 1
+        for cause, number in missing.items():
+            self.unrewarded[cause] = self.unrewarded.get(cause, 0) + number
 
     def note(self, logs: Mapping[str, float], step: int) -> None:
         """Store what was logged of a step, this one or an earlier one."""

@@ -77,7 +77,9 @@ class Card:
     def _facts(self, values: Mapping[str, Any]) -> dict[str, str]:
         config = self.config
         lag = f"{config.staleness}, {'exactly' if config.staleness_mode == 'exact' else 'at most'}, for every token"
+        given = {key: values.get(key) for key in ("environment", "agent")}
         rewards = [values.get("reward_model"), *map(without_text_arguments, values["reward_funcs"])]
+        rewards += [f"the {key} {_place(without_text_arguments(name))}" for key, name in given.items() if name]
         prompts = _place(values.get("data.train")) or "rows given in Python"
         return {
             "algorithm": _place(str(values["algorithm"])),
@@ -85,6 +87,7 @@ class Card:
             "started from": _place(values["model"]) or "a model made in Python",
             "prompts": prompts + (f", {self.prompts:,} of them" if self.prompts else ""),
             "rewards": ", ".join(_place(one) for one in rewards if one) or "a model made in Python",
+            **({"tools": ", ".join(map(_place, values["tools"]))} if values.get("tools") else {}),
             "size": f"{config.num_batches:,} batches of {config.batch_size} prompts with {config.samples_per_prompt} "
             f"completions each; {config.num_optimizer_steps:,} optimiser steps",
             "seed": str(config.seed),
@@ -109,6 +112,11 @@ def _command(config: OnlineConfig, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{key} {shlex.quote(_place(values[key]))}"
     for name in values["reward_funcs"]:
         yield f"--reward {shlex.quote(_place(without_text_arguments(name)))}"
+    for key in ("environment", "agent"):
+        if values.get(key):
+            yield f"--{key} {shlex.quote(_place(without_text_arguments(values[key])))}"
+    if values.get("tools"):
+        yield f"--tools {shlex.quote(json.dumps([_place(without_text_arguments(name)) for name in values['tools']]))}"
     yield f"--algorithm {shlex.quote(_place(str(values['algorithm'])))}"
     default: dict[str, Any] = {}
     with suppress(TypeError, ConfigError):  # the keys of one's own algorithm may have no defaults

@@ -44,6 +44,7 @@ from async_rlhf.models.saving import write_model, write_value_head
 from async_rlhf.models.sharded_loading import is_on_meta, take_weights
 from async_rlhf.models.values import load_value_head
 from async_rlhf.run.manifest import CheckpointError
+from async_rlhf.run.record import CODE
 from async_rlhf.system.files import naming
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
@@ -177,7 +178,9 @@ class ResumeState:
         require_same(old, new, config.resume_anyway)
 
     def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
-        """Require data, models and rewards to be the same, as :meth:`check` does for the configuration."""
+        """Require data, models, rewards and their code to be the same, as :meth:`check` does for the configuration."""
+        if not any(name.startswith(CODE) for name in self.inputs):  # an older version has written it
+            inputs = {name: value for name, value in inputs.items() if not name.startswith(CODE)}
         require_same(self.inputs, inputs, anyway)
 
 

@@ -18,6 +18,7 @@ from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.async_save import Write
+from async_rlhf.models.context_length import positions_of
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
@@ -27,10 +28,11 @@ from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, epis
 from async_rlhf.run.feedback import labels_row
 from async_rlhf.run.folder import EVAL_SAMPLES, FEEDBACK, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
+from async_rlhf.run.learning_warning import idle_warning, nothing_learnt
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.parting import Watch
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.truncation_warning import cut_off_warning
+from async_rlhf.run.truncation_warning import cut_off_warning, no_room_warning
 from async_rlhf.system import random_state
 from async_rlhf.system.log import JsonLines
 from async_rlhf.system.trace import Trace
@@ -217,11 +219,15 @@ class TrainingLoop(Loop):
             if run.curriculum is not None:
                 run.curriculum.note(scored)
             rollouts.publish(run.learner.policy, version=batch.index)
+            if run.ranks.is_main:
+                run.callbacks.state.count(int(metrics["optimizer_steps"]), scored.missing)
             metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
             started = time.monotonic()
             if self._after_batch(scored, metrics):
                 break
         self._write(run.folder.path / FINAL, dtype=getattr(torch, run.config.export_dtype))
+        if run.callbacks.state.optimizer_steps == 0:  # as counted on rank 0
+            logger.warning("WARNING: %s", nothing_learnt(run.callbacks.state))
         run.callbacks.end()
         return run.ranks.broadcast("final state", lambda: run.callbacks.state)
 
@@ -280,8 +286,15 @@ class TrainingLoop(Loop):
             self.logs[EPISODES].write(row)
         if scored.batch.labels is not None and not scored.batch.labels.is_logged:
             self.logs[FEEDBACK].write(labels_row(scored.batch))
-        if scored.batch.index == 1 and (warning := cut_off_warning(self.run.config, metrics["val/ended_share"])):
-            logger.warning("%s", warning)
+        if (idle := idle_warning(self.run.callbacks.state)) is not None:
+            logger.warning("%s", idle)
+        if scored.batch.index == 1:
+            config, model = self.run.config, self.run.learner.policy
+            turns, room = (metrics.get(f"episode/out_of_{what}", 0.0) for what in ("turns", "room"))
+            whole = metrics["val/ended_share"] + turns + room
+            told = cut_off_warning(config, whole), no_room_warning(config, room, positions_of(model))
+            for warning in filter(None, told):
+                logger.warning("%s", warning)
         if everything:
             state = self.run.callbacks.state
             logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from xxhash import xxh3_64_hexdigest
 
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted
+from async_rlhf.config.import_by_name import neighbours
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
 from async_rlhf.rewards.functions import name_loaded_by
+from async_rlhf.system.errors import is_own
 from async_rlhf.system.files import whole_file, write_file
 from async_rlhf.system.versions import environment
 
@@ -44,8 +50,10 @@ class Record:
         """The configuration as trackers show it: dotted keys, those of training without a prefix."""
         values = without_secrets(dict(self.values), HIDDEN)
         train = values.pop("train", {})
-        for key in ("reward_funcs", "callbacks"):
-            values[key] = [_without_secret_arguments(name) for name in values.get(key, [])]
+        for key in ("reward_funcs", "callbacks", "tools"):
+            values[key] = [_without_secret_arguments(name) for name in values.get(key) or []]
+        for key in ("environment", "agent"):
+            values[key] = values.get(key) and _without_secret_arguments(values[key])
         return dotted(values) | dotted(train)
 
     def write(self, folder: Path) -> None:
@@ -93,6 +101,17 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
             found.append(name)
     if found:
         unnamed["reward_funcs"] = ", ".join(found)
+    world = inputs.world
+    played: dict[str, Any] = {
+        "environment": None if world.environment is None else _name(world.environment),
+        "tools": list(map(_name, world.tools)),
+        "agent": None if world.agent is None else _name(world.agent),
+    }
+    for key in ("environment", "agent"):
+        if played[key] is not None and not _can_be_found(getattr(world, key)):
+            unnamed[key] = played[key]
+    if any(not _can_be_found(tool) for tool in world.tools):
+        unnamed["tools"] = ", ".join(played["tools"])
     unnamed |= {"data.train": f"{_count(inputs.train_dataset)} rows"}
     if inputs.eval_dataset is not None:
         unnamed["data.eval"] = f"{_count(inputs.eval_dataset)} rows"
@@ -104,6 +123,7 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
         "data": {"train": None, "eval": None, "prompt_field": inputs.prompt_field},
         **models,
         "reward_funcs": names,
+        **played,
         "tokenizer": getattr(inputs.processing_class, "name_or_path", None) or None,
         "callbacks": callbacks,
         "train": asdict(config),
@@ -208,6 +228,30 @@ def _with_arguments(name: str, hides: Callable[[str, Any], bool]) -> str:
         return name
     arguments = (f"{k}={HIDDEN if hides(k, v) else repr(v)}" for k, v in (wanted.arguments or {}).items())
     return f"{wanted.place}:{wanted.attribute}({', '.join(arguments)})"
+
+
+CODE = "code of "
+"""How a run's inputs that are code begin."""
+
+
+def code_digests(functions: Iterable[Any]) -> dict[str, str]:
+    """Checksums of the user's own files that functions, classes and objects are made of, and of the files beside these
+    that they import: :data:`CODE` and the file's name -> checksum. Of what the program itself defines, its own text.
+    """
+    texts: dict[str, list[bytes]] = {}
+    for given in functions:
+        made = inspect.unwrap(given.func if isinstance(given, partial) else given)
+        made = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
+        with suppress(OSError, TypeError):  # it has no source, as what is typed at a prompt
+            file = inspect.getsourcefile(made)
+            if file is None or not is_own(file):
+                continue
+            if made.__module__ == "__main__":
+                texts.setdefault(made.__qualname__, []).append(inspect.getsource(made).encode())
+                continue
+            for path in (Path(file), *neighbours(Path(file).resolve())):
+                texts.setdefault(path.name, []).append(path.read_bytes())
+    return {f"{CODE}{name}": xxh3_64_hexdigest(b"".join(sorted({*all_of}))) for name, all_of in texts.items()}
 
 
 def _name(function: Callable[..., Any]) -> str:

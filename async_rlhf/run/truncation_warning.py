@@ -8,6 +8,24 @@ MANY = 0.3
 """A share of cut-off answers from which a run says so at its first batch."""
 
 
+def no_room_warning(config: OnlineConfig, share: float, positions: int | None) -> str | None:
+    """That many episodes end because no token is left for another turn; None if they are few.
+
+    Args:
+        config: of the run.
+        share: of the first batch's episodes.
+        positions: of the model, if it states them.
+    """
+    if share < MANY:
+        return None
+    room = "" if positions is None else f", of which the model leaves {positions - config.prompt_cap:,} beside a prompt"
+    return (
+        f"WARNING: {share:.0%} of the first batch's episodes ended for want of room: with what the environment says, "
+        f"they may have {config.generation.longest_episode:,} tokens after the prompt (generation.episode_length{room})"
+        ". Give them more room, or have the environment say less"
+    )
+
+
 def cut_off_warning(config: OnlineConfig, ended_share: float) -> str | None:
     """What many cut-off answers cost; None if they are few or cost nothing.
 

@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "episodes": {"samples_per_prompt": 3},
 }
 EPISODES: dict[str, Any] = {"response_length": 10, "max_turns": 3, "stop_token_ids": list(range(60))}
+EPISODES["episode_length"] = 30
 """Of runs by GRPO with an environment, whose algorithm is called "episodes" here."""
 
 

@@ -151,6 +151,7 @@ LONGER_OR_KEPT |= {
     "num_train_epochs",
     "reward_timeout",
     "chat.now",
+    "reward_retries",
     "generation.step_timeout",
     "replay_from",
 }

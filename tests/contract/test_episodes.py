@@ -35,6 +35,7 @@ from async_rlhf.generation.episodes.spec import episodes_of
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
 from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.models.context_length import with_prompt_cap
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.command import run_explain
@@ -288,7 +289,14 @@ class Broken(Echo):
             raise KeyError("x")
         if self.how == "hangs":
             await asyncio.sleep(60)
-        return {"nonsense": Observation, "nan": Observation(reward=float("nan")), "silent": Observation()}[self.how]
+        return {
+            "nonsense": Observation,
+            "nan": Observation(reward=float("nan")),
+            "silent": Observation(),
+            "text": Observation(reward="1.0", done=True),
+            "metrics": Observation(done=True, metrics={"right", 1.0}),
+            "no message": Observation({"role": "user", "content": "one, not a list"}),
+        }[self.how]
 
 
 def assert_closed(worlds: list[Echo]) -> None:
@@ -299,7 +307,10 @@ def assert_closed(worlds: list[Echo]) -> None:
     assert all(world.closed for world in worlds)
 
 
-@pytest.mark.parametrize("how", ["raises", "hangs", "nonsense", "nan", "silent"])
+WAYS = ["raises", "hangs", "nonsense", "nan", "silent", "text", "metrics", "no message"]
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_an_environment_that_fails_follows_reward_errors_and_is_closed(tmp_path, tokenizer, prompts, how, monkeypatch):
     monkeypatch.setattr(Broken, "how", how)
     monkeypatch.setattr("cloudpickle.dumps", None)  # inline nothing is sent
@@ -478,3 +489,53 @@ def test_environments_do_not_account_for_the_time_of_others(tmp_path, tokenizer,
     sampler = EpisodeSampler(trainer.run.engine)
     sampler.generate([trainer.run.prompts.stream.prompt(n) for n in range(12)])
     assert sampler.take_seconds() < 1.0
+
+
+class Talks:
+    """Says as much as a rulebook, and is done after the second answer."""
+
+    def reset(self, row, seed):
+        self.left = 2
+
+    def step(self, message):
+        self.left -= 1
+        rules = {"role": "user", "content": "the rules are: " + "say it " * 5}
+        return Observation([rules], reward=float(len(message["content"])), done=not self.left)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("room", [None, 20])
+def test_an_environment_has_the_models_room_and_a_run_says_if_that_is_not_enough(
+    tmp_path, tokenizer, prompts, room, caplog
+):
+    """By default, although what it says is many times what the policy may; and with the right key."""
+    generation = {"episode_length": room, "response_length": 4, "max_turns": 3, "stop_token_ids": list(range(200))}
+    args = new_args(tmp_path, "roomy", generation, total_episodes=16, max_prompt_length=None)
+    _, metrics = run_trainer(tokenizer, prompts, args, environment=Talks)
+    assert [row["episode/out_of_turns"] for row in metrics] == [0, 0]
+    said = "ended for want of room: with what the environment says, they may have 20 tokens after the prompt "
+    said += f"(generation.episode_length, of which the model leaves {96 - 76} beside a prompt)"
+    if room is None:
+        assert all(row["episode/out_of_room"] == 0 for row in metrics)
+        assert all(row["episode/turns"] > 1.3 for row in metrics)
+    else:
+        assert all(row["episode/out_of_room"] > 0.5 for row in metrics)
+    assert (said in caplog.text) == (room is not None)
+
+
+def test_prompts_and_episodes_share_the_models_positions(tmp_path):
+    def lengths(positions, generation, **changes):
+        model = new_policy(max_position_embeddings=positions)
+        found = with_prompt_cap(new_args(tmp_path, generation=generation, **changes), model)
+        return found.prompt_cap, found.generation.longest_episode, found.generation.longest_written
+
+    turns = {"max_turns": 3, "response_length": 12}
+    assert lengths(96, turns) == (32, 64, 36)
+    assert lengths(96, turns, max_prompt_length=None) == (48, 48, 36)
+    assert lengths(2048, turns, max_prompt_length=None) == (512, 1536, 36)
+    assert lengths(9000, turns, max_prompt_length=None) == (512, 4096, 36)
+    assert lengths(9000, {"max_turns": 5, "response_length": 1000}, max_prompt_length=None) == (512, 5000, 5000)
+    assert lengths(96, {**turns, "episode_length": 40}, max_prompt_length=None) == (56, 40, 36)
+    assert lengths(96, {"response_length": 12}, max_prompt_length=None) == (84, 12, 12)

@@ -242,7 +242,7 @@ def test_a_missing_tracker_is_named_before_anything_is_loaded(capsys, command, m
 
 
 @pytest.mark.parametrize("command", ["pairs", "relabel", "evaluate", "train"])
-def test_a_failing_reward_function_is_one_line_with_its_place(capsys, command, place, make_policy, tokenizer, caplog):
+def test_a_failing_reward_function_is_one_line_below_its_frames(capsys, command, place, make_policy, tokenizer, caplog):
     write_model(make_policy(), tokenizer, place / "m")
     Path("reward.py").write_text("def f(prompts, completions, **columns):\n    return [1 / 0 for _ in completions]\n")
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 3)
@@ -265,6 +265,76 @@ def test_a_failing_reward_function_is_one_line_with_its_place(capsys, command, p
         r"\(.*reward.py, line 2\)",
         line,
     ), line
+    assert said.count('  File "') == said.count('reward.py", line 2, in ') >= 1
+
+
+EPISODES = """
+class Breaks:
+    def reset(self, row, seed):
+        return self.answer({})
+    def step(self, message):
+        pass
+    def answer(self, table):
+        return table["no such"]
+    def close(self):
+        pass
+
+async def agent(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    return Breaks().answer({})
+
+from transformers import TrainerCallback
+
+class Callback(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        Breaks().answer({})
+
+def reward(completions, **columns):
+    return [float(len(text)) for text in completions]
+"""
+
+
+ENGINE = """
+from async_rlhf.config.engines import EngineSpec
+
+def make(spec, params, *more):
+    raise KeyError("no such")
+
+ENGINE = EngineSpec("mine_of_engines:make", frozenset({"redraw"}))
+"""
+
+
+@pytest.mark.parametrize("staleness", [0, 1], ids=["inline", "in a process"])
+@pytest.mark.parametrize("what", ["environment", "agent", "callbacks", "reward_funcs", "engine"])
+def test_code_of_the_users_that_raises_is_shown_alone(capsys, what, staleness, make_policy, tokenizer, place):
+    """Whatever it is, and wherever it is called: its own frames, and one line of ours."""
+    write_model(make_policy(), tokenizer, place / "m")
+    Path("mine.py").write_text(EPISODES)
+    words = ["--model=m", "--data.train=prompts.jsonl", "--train.output_dir=out", f"--train.staleness={staleness}"]
+    words += ["--train.completions_per_batch=8", "--train.batches=1", "--train.device=cpu", "--train.progress=false"]
+    words += ["--train.generation.response_length=4", "--train.max_prompt_length=40"]
+    given = {"environment": "Breaks", "agent": "agent", "callbacks": '["mine.py:Callback"]', "reward_funcs": "answer"}
+    if what == "engine":
+        Path("mine_of_engines.py").write_text(ENGINE)
+        words += ["--train.generation.engine=mine_of_engines:ENGINE", "--reward=mine.py:reward"]
+    else:
+        words += [f"--{what}={given[what]}" if what == "callbacks" else f"--{what}=mine.py:{given[what]}"]
+    if what in ("environment", "agent"):
+        words += ["--train.generation.max_turns=2"]
+    if what == "callbacks":
+        words += ["--reward=mine.py:reward"]
+    if what == "reward_funcs":
+        Path("mine.py").write_text("def answer(completions, **columns):\n    return {}['no such']\n")
+    code, said = ends(capsys, "train", *words)
+    assert code == 1, said
+    assert "Traceback" not in said
+    frames = [line for line in said.splitlines() if line.startswith('  File "')]
+    assert frames, said
+    assert all(re.search(r'mine(_of_engines)?\.py"', frame) for frame in frames)
+    last = said.splitlines()[-1]
+    assert last.startswith("async-rlhf train: error: ")
+    assert "KeyError: 'no such'" in last
+    assert re.search(r"mine(_of_engines)?.py, line \d+\)", last), last
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def _stages(inputs: Inputs) -> None:
     part = AdapterConfig(2)
     nn = str(Path(torch.__file__).parent / "nn")
     held_out = {"data": prompts, **small}
+    played = {"environment": f"{Path(environments.__file__)}:Echo", "max_turns": 2}
     models = {"a": policy, "b": inputs["dpo/final"]}
     judged = {"output_dir": inputs["evaluated"], "reward_model": judge, "ref_model": policy}
     stages = {
@@ -238,6 +239,7 @@ def _stages(inputs: Inputs) -> None:
         run_pairs: PairsConfig(policy, prompts, inputs["made.jsonl"], reward_funcs=inputs.reward, **small),
         run_relabel: RelabelConfig(data=inputs["pairs.jsonl"], output_dir=inputs["again"], reward_model=judge),
         run_generate: GenerateConfig(run=inputs["dpo"], checkpoints=["final"], output_dir=inputs["said"], **held_out),
+        partial(run_generate): GenerateConfig(models={"a": policy}, output_dir=inputs["played"], **held_out, **played),
         run_evaluate: EvaluateConfig(models=models, **judged, **held_out),
         run_data: DocstringsConfig(inputs["data"], source=[nn], max_functions=100),
     }
@@ -256,7 +258,8 @@ def _stages(inputs: Inputs) -> None:
 
 def _many(inputs: Inputs) -> None:
     """A sweep and a certificate, their runs in this process, where their reading is followed."""
-    train = {"completions_per_batch": 8, "batches": 2, "generation": {"response_length": 4, "placement": "inline"}}
+    train: dict[str, Any] = {"completions_per_batch": 8, "batches": 2, "non_eos_penalty": False}  # else all would tie
+    train["generation"] = {"response_length": 4, "placement": "inline"}
     base = {"model": inputs["policy"], "data": {"train": inputs["prompts.jsonl"]}, "reward_funcs": inputs.reward}
     held_out = {"data": inputs["prompts.jsonl"], "reward_funcs": inputs.reward, "response_length": 4, "max_prompts": 4}
     both: dict[str, Any] = {"base": {**base, "train": train}, "held_out": held_out}

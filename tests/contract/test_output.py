@@ -147,15 +147,15 @@ def test_a_run_warns_at_its_first_batch_alone(make_policy, tokenizer, make_args,
     assert [record.levelno for record in warned] == [logging.WARNING]
 
 
-def trained(place: Path, name: str, caplog, **changes: str) -> str:
-    """A run of the command, and what it says."""
+def trained(place: Path, name: str, caplog, code: int = 3, **changes: object) -> str:
+    """A run of the command, and what it says. All of its answers score the same, so it learns nothing."""
     options = {"output_dir": name, "completions_per_batch": 8, "batches": 6, "staleness": 0, "device": "cpu"}
     options |= {"eval_steps": 3, "non_eos_penalty": "true", "length_penalty": 0.5, "generation.response_length": 5}
     words = [f"--train.{key}={value}" for key, value in {**options, **changes}.items()]
     caplog.clear()
     with caplog.at_level(logging.INFO), pytest.raises(SystemExit) as ended:
         main(["train", "--model=m", "--data.train=p.jsonl", "--data.eval=p.jsonl", "--reward=r.py:f", *words])
-    assert ended.value.code == 0
+    assert ended.value.code == code
     return caplog.text
 
 
@@ -178,6 +178,48 @@ def test_training_ends_with_what_came_of_it(inputs, caplog):
     assert f"held-out reward: {held_out[0]:.3f} -> {held_out[-1]:.3f}" in said
     assert "policy: out/final" in said
     assert "every metric: out/metrics.jsonl" in said
+
+
+WITHOUT_PENALTY = {"non_eos_penalty": "false", "length_penalty": 0.0}
+SOME = """
+calls = []
+def f(prompts, completions, **columns):
+    calls.append(1)
+    if len(calls) == 2:
+        raise ConnectionError("busy")
+    return [float("nan") if len(calls) == 3 and i == 5 else float(i) for i in range(len(completions))]
+"""
+
+
+def test_completions_without_a_reward_are_counted_by_cause_and_the_count_is_resumed(inputs, caplog):
+    Path("r.py").write_text(SOME)
+    changes = {**WITHOUT_PENALTY, "reward_errors": "skip", "eval_steps": 6, "save_steps": 3}
+    said = trained(inputs, "out", caplog, 0, **changes, batches=3)
+    told = "9 of 24 completions had no reward: reward function f raised ConnectionError (8), reward function f returned"
+    assert f"{told} no finite number (1)" in said
+    assert f"{told} no finite number (1)".replace("of 24", "of 48") in trained(
+        inputs, "out", caplog, 0, **changes, batches=6, resume="true"
+    )
+
+
+@pytest.mark.parametrize("why", ["ties", "no reward"])
+def test_a_run_that_learnt_nothing_says_so_and_does_not_count_as_done(inputs, caplog, capsys, why):
+    if why == "no reward":
+        Path("r.py").write_text("def f(prompts, completions, **columns):\n    raise ConnectionError\n")
+    options = {**WITHOUT_PENALTY, "batches": 12, "reward_errors": "skip", "eval_steps": 0}
+    said = trained(inputs, "out", caplog, **options)
+    reason = {
+        "ties": "all completions of a prompt had the same score, which does not say which is better",
+        "no reward": "96 of 96 completions had no reward: reward function f raised ConnectionError (96)",
+    }
+    ten = reason[why][:28].replace("96", "80")
+    ended = "no optimiser step in all 12 batches: the policy is the one that the run started from; "
+    assert f"WARNING: {ended}{reason[why]}" in said
+    assert f"WARNING: no optimiser step in the last 10 batches, up to 10: {ten}" in said
+    assert said.count("in the last 10 batches") == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"async-rlhf train: error: {ended}{reason[why]}")
+    assert not Path("out/train.json").exists()
+    assert "no optimiser step in all 12" in trained(inputs, "out", caplog, **options, overwrite_output_dir="true")
 
 
 def test_the_reward_at_start_and_end_is_that_of_several_batches(tmp_path):

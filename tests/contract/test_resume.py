@@ -22,6 +22,8 @@ from transformers.trainer_callback import ExportableState
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
+from async_rlhf.generation.episodes.spec import named
+from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.checkpoint import FORMAT, ResumeState, as_saved
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.trainer import OnlineTrainer
@@ -342,6 +344,56 @@ def test_what_would_break_exactness_is_named(make_policy, tokenizer, prompts, ma
     _, metrics, _ = run(make_policy, tokenizer, prompts, make_args(**changed, resume_anyway=True))
     assert [row["batch"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert "resume_anyway: learning_rate: was 0.001, is 0.0005" in caplog.text
+
+
+PLAYING = """
+from beside_of_resume import REWARD
+from async_rlhf import Observation
+
+class World:
+    def reset(self, row, seed):
+        pass
+    def step(self, message):
+        return Observation(reward=REWARD * len(message["content"]), done=True)
+    def close(self):
+        pass
+
+def count(completions, **columns):
+    return [REWARD * len(text) for text in completions]
+
+async def agent(client, row):
+    return REWARD * len((await client.chat([{"role": "user", "content": row["query"]}]))["content"])
+"""
+
+
+@pytest.mark.parametrize("what", ["reward_funcs", "environment", "agent"])
+def test_code_that_was_changed_is_named(make_policy, tokenizer, prompts, make_args, tmp_path, caplog, what):
+    """Of the file itself, and of one beside it that it imports; an older checkpoint knows of none."""
+    file, beside = tmp_path / "played.py", tmp_path / "beside_of_resume.py"
+    file.write_text(PLAYING)
+    beside.write_text("REWARD = 1.0\n")
+    name = f"{file}:{ {'reward_funcs': 'count', 'environment': 'World', 'agent': 'agent'}[what] }"
+    turns = {} if what == "reward_funcs" else {"generation": {"max_turns": 1}}
+
+    def train(callbacks=(), **changes):
+        given = load_reward_functions([name]) if what == "reward_funcs" else named(name, what)
+        options = {"reward": given if what == "reward_funcs" else (), "callbacks": callbacks}
+        options |= {} if what == "reward_funcs" else {what: given}
+        return run(make_policy, tokenizer, prompts, make_args(**turns, **changes), **options)
+
+    run_of = train([StopAfter(2)])
+    state = Path(run_of[0].args.output_dir) / "checkpoint-2" / "resume" / "state.json"
+    inputs = json.loads(state.read_text())["inputs"]
+    assert {"code of played.py", "code of beside_of_resume.py"} == {key for key in inputs if key.startswith("code of")}
+    for path, text in ((beside, "REWARD = 2.0\n"), (file, PLAYING + "# a comment\n")):
+        before = path.read_text()
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"\n  code of {path.name}: was '\w+', is '\w+'\nset them back"):
+            train(resume=True)
+        path.write_text(before)
+    file.write_text(PLAYING + "# a comment\n")
+    train(resume=True, resume_anyway=True)
+    assert "resume_anyway: code of played.py: was" in caplog.text
 
 
 def test_a_second_stop_before_anything_is_logged(make_policy, tokenizer, prompts, make_args):

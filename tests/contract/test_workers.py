@@ -49,7 +49,7 @@ def train(generators, make_policy, tokenizer, prompts, make_args):
     """Trains on 10 batches of 8 prompts; returns the weights, the metrics apart from times, and the samples."""
 
     def run(name, workers, callbacks=(), size=2, episodes=False, **generation):
-        generation |= {"max_turns": 3, "stop_token_ids": list(range(60))} if episodes else {}
+        generation |= {"max_turns": 3, "episode_length": 36, "stop_token_ids": list(range(60))} if episodes else {}
         judged = {"environment": Echo} if episodes else {"reward_funcs": count_letters}
         generation |= {"workers": workers, "prompts_per_request": size, "probe_steps": 2}
         args = make_args(name, generation, staleness=2, total_episodes=80)

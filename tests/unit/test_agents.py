@@ -108,7 +108,7 @@ def over_http(client, row):
     """A plain function, which waits for a server in a thread of its own."""
     chat, tools = [{"role": "user", "content": [{"type": "text", "text": "over http"}]}], []
     for _ in range(2):
-        body = json.dumps({"model": client.model, "messages": chat, "tools": tools, "temperature": 1}).encode()
+        body = json.dumps({"model": client.model, "messages": chat, "tools": tools, "temperature": 0.7}).encode()
         head = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{client.base_url}/chat/completions", body, head)
         try:
@@ -307,6 +307,19 @@ async def _not_a_number(client, row):
     return float("nan")
 
 
+async def _forgets_to_return(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+
+
+async def _says_no_message(client, row):
+    await client.chat(["x"])
+
+
+async def _text(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    return "1.0"
+
+
 async def _hangs(client, row):
     await client.chat([{"role": "user", "content": "x"}])
     await asyncio.sleep(60)
@@ -318,6 +331,9 @@ async def _hangs(client, row):
         (_raises, r"_raises raised KeyError: 'no such thing' \(row \d+, turn 1\)"),
         (_silent, "raised ValueError: the agent asked the policy nothing"),
         (_not_a_number, "the agent returned nan; must be a finite number"),
+        (_text, "the agent returned '1.0'; must be a finite number"),
+        (_forgets_to_return, "the agent returned None; must return its reward, a number, as nothing else gives one"),
+        (_says_no_message, r"messages\[0\]: got 'x'; must be an object with a role"),
         (_hangs, r"_hangs was not done after 1 s \(generation.step_timeout\)"),
     ],
 )
@@ -330,6 +346,187 @@ def test_an_agent_that_fails_ends_the_run_or_its_episode(tmp_path, chats, agent,
         for sample in samples:
             assert np.isnan(sample.rewards).sum() == 1
             assert sample.metrics["failed"] == 1
+
+
+def test_an_agent_may_leave_the_reward_to_functions(tmp_path, chats):
+    args = new_args(tmp_path, generation={"response_length": 6, "max_turns": 3, "stop_token_ids": STOPS[1:]})
+    rows = [{"query": [{"role": "user", "content": f"q{i}"}]} for i in range(8)]
+    given = {"agent": _forgets_to_return, "processing_class": chats, "reward_funcs": count_letters}
+    trainer = OnlineTrainer(new_policy(max_position_embeddings=160), args, rows, **given)
+    (samples,) = EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
+    assert all(sample.rewards.sum() == 0 for sample in samples)
+
+
+@pytest.mark.parametrize("count", [4, -4], ids=["error", "skip"])
+@pytest.mark.parametrize("catches", [False, True])
+def test_an_agent_whose_first_question_is_too_long_has_its_reward(tmp_path, chats, count, catches):
+    """0, unless it catches the refusal; one answer to the row's prompt stands for what it did not ask."""
+
+    async def agent(client, row):
+        with suppress(*[RefusedError] * catches):
+            await client.chat([{"role": "user", "content": "x" * (100 if row["number"] % 2 else 1)}])
+        return 0.5
+
+    prompts, found = sampled(tmp_path, chats, agent, count)
+    for prompt, samples in zip(prompts, found, strict=True):
+        too_long = prompt.columns["number"] % 2
+        assert {float(sample.rewards.sum()) for sample in samples} == {0.0 if too_long and not catches else 0.5}
+        assert not too_long or {sample.finish_reason for sample in samples} == {"length"}
+        assert not too_long or {sample.metrics["turns"] for sample in samples} == {0.0}
+        assert all(sample.sampled.any() for sample in samples)
+
+
+def asked(client, **body):
+    """The status of a request's answer, and what is wrong with it."""
+    head = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{client.base_url}/chat/completions", json.dumps(body).encode(), head)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)["choices"][0]["finish_reason"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"]
+
+
+SAID = [{"role": "user", "content": "x"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+NO_MESSAGES = {
+    "messages: got 'x'": "x",
+    "messages: got []": [],
+    "messages: got None": None,
+    "messages[0]: got 'x'; must be an object with a role": ["x"],
+    "messages[0]: got {'content': 'x'}; must be an object with a role": [{"content": "x"}],
+    "messages[1]: got {'role': 'user'}; must have a content": [*SAID, {"role": "user"}],
+    "messages[0]: got {'role': 'user', 'content': 3}; must have a content that is text": [
+        {"role": "user", "content": 3}
+    ],
+    "must have a content that is text, or parts": [{"role": "user", "content": [{"type": "image_url"}]}],
+    "must have tool_calls like": [{"role": "assistant", "tool_calls": ["f"]}],
+}
+REFUSED = {
+    "temperature: got 0; must be 0.7, which the run samples with (generation.temperature)": {"temperature": 0},
+    "top_p: got 0.5; must be 1,": {"top_p": 0.5},
+    "max_tokens: got 5; must be at least 6": {"max_tokens": 5},
+    "max_completion_tokens: got 1; must be at least 6": {"max_completion_tokens": 1},
+    "stop: got ['x']; must be left out": {"stop": ["x"]},
+    "seed: got 0; must be left out": {"seed": 0},
+    "logprobs: got True; must be false": {"logprobs": True},
+    "top_logprobs: got 3; must be 0": {"top_logprobs": 3},
+    "response_format: got {'type': 'json_object'}; must be": {"response_format": {"type": "json_object"}},
+    "tool_choice: got 'required'; must be \"auto\"": {"tool_choice": "required", "tools": [CALL]},
+    "tool_choice: got 'none'": {"tool_choice": "none", "tools": [CALL]},
+    "parallel_tool_calls: got False": {"parallel_tool_calls": False},
+    "logit_bias: got {'5': 1}; must be {}": {"logit_bias": {"5": 1}},
+    "presence_penalty: got 0.5; must be 0": {"presence_penalty": 0.5},
+    "n: got 2; must be 1": {"n": 2},
+    "reasoning_effort: got 'low'; must be left out; what has a meaning here is": {"reasoning_effort": "low"},
+    "tools[0]: got {}; must be like": {"tools": [{}]},
+}
+EQUAL = {
+    "temperature": 0.7,
+    "top_p": 1,
+    "max_tokens": 6,
+    "max_completion_tokens": 100,
+    "stop": [],
+    "seed": None,
+    "n": 1,
+}
+EQUAL |= {"logprobs": False, "response_format": {"type": "text"}, "tool_choice": "auto", "presence_penalty": 0.0}
+EQUAL |= {"logit_bias": {}, "user": "me", "metadata": {}, "stop_token_ids": [256], "frequency_penalty": 0}
+
+
+def test_what_a_request_says_is_what_happens_or_refused_with_what_would_be_right(tmp_path, chats):
+    found = {}
+
+    def agent(client, row):
+        for right, messages in NO_MESSAGES.items():
+            found[right] = asked(client, messages=messages)
+        for right, options in REFUSED.items():
+            found[right] = asked(client, messages=SAID, **options)
+        found["messages"] = asked(client, model="policy")
+        found["fine"] = asked(client, messages=SAID, **EQUAL)
+        return 1.0
+
+    sampled(tmp_path, chats, agent, count=1, samples=2)
+    assert found.pop("fine")[0] == 200
+    assert len(found) == len(NO_MESSAGES) + len(REFUSED) + 1
+    for right, (status, said) in found.items():
+        assert status == 400, right
+        assert right in said
+
+
+def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
+    chats.chat_template = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
+    found = []
+
+    def agent(client, row):
+        found.append(asked(client, messages=[{"role": "system", "content": "x"}]))
+        return 1.0
+
+    rows = [{"query": f"q{i}"} for i in range(8)]
+    args = new_args(tmp_path, generation={"response_length": 6, "max_turns": 3, "episode_length": 60})
+    policy = new_policy(max_position_embeddings=160)
+    trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=chats)
+    with pytest.raises(EpisodeError, match="asked the policy nothing"):
+        EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
+    assert found[0] == (400, "the chat template refuses these messages: roles must alternate")
+
+
+def test_an_agent_gets_the_row_as_the_data_has_it_to_itself(tmp_path, chats):
+    """The chat, not what the template makes of it; and what it changes there changes nothing."""
+    rows = []
+
+    async def agent(client, row):
+        rows.append(row["query"][0]["content"])
+        chat = row["query"]
+        chat.append(await client.chat(chat))
+        chat[-1]["content"] = "changed"
+        return 1.0
+
+    prompts, found = sampled(tmp_path, chats, agent)
+    assert sorted(rows) == sorted(f"q{prompt.columns['number']}" for prompt in prompts for _ in range(2))
+    for prompt, samples in zip(prompts, found, strict=True):
+        assert len(prompt.messages) == 1
+        for sample in samples:
+            assert parts(chats, sample)[0] == (False, f"<u>q{prompt.columns['number']}<a>")
+            assert sample.messages[-1]["content"] != "changed"
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_what_belongs_to_a_loop_may_be_kept_between_requests(tmp_path, chats, in_flight):
+    """As an HTTP client does: a lock of asyncio's knows the loop in which it was first waited for."""
+    lock, loops = asyncio.Lock(), set()
+
+    async def agent(client, row):
+        loops.add(asyncio.get_running_loop())
+        async with lock:  # all of them wait for one
+            await asyncio.sleep(0.01)
+        await client.chat(SAID)
+        return 1.0
+
+    args = new_args(tmp_path, generation={"response_length": 6, "max_turns": 3, "stop_token_ids": STOPS[1:]})
+    rows = [{"query": [{"role": "user", "content": f"q{i}"}]} for i in range(8)]
+    trainer = OnlineTrainer(new_policy(max_position_embeddings=160), args, rows, agent=agent, processing_class=chats)
+    sampler, prompts = EpisodeSampler(trainer.run.engine), trainer.run.prompts.stream
+    for batch in range(3):
+        if in_flight:
+            more = iter([[prompts.prompt(batch)]])
+            assert len(list(sampler.stream(lambda places, more=more: next(more, [])))) == 1
+        else:
+            sampler.generate([prompts.prompt(batch), prompts.prompt(batch + 1)])
+    assert len(loops) == 1
+
+
+def test_an_agent_may_stop_waiting_for_an_answer(tmp_path, chats):
+    async def agent(client, row):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(client.chat(SAID), 1e-6)
+        await client.chat(SAID)
+        return 1.0
+
+    _, found = sampled(tmp_path, chats, agent)
+    for sample in (sample for samples in found for sample in samples):
+        assert sample.rewards.sum() == 1
+        assert sample.metrics == {"turns": 1, "conversations": 1}
 
 
 def test_many_that_fail_at_once_are_told_of_once(tmp_path, chats, caplog):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -426,3 +428,115 @@ def test_a_gpu_that_vllm_cannot_get_is_named(config, monkeypatch):
         ConfigError, match="device: got 'cuda:2'; must be the first GPU with vLLM: this process has used"
     ):
         run_generate(asked)
+
+
+WORLDS = """
+from async_rlhf import Observation
+
+class Twice:
+    def reset(self, row, seed):
+        self.row, self.left = row, 2
+        return [{"role": "user", "content": f"row {row['n']}: "}]
+    def step(self, message):
+        self.left -= 1
+        more = {"role": "user", "content": "again "}
+        return Observation([more], reward=float(len(message["content"])), done=not self.left)
+    def close(self):
+        pass
+
+async def agent(client, row):
+    chat = [{"role": "user", "content": row["query"]}]
+    chat.append(await client.chat(chat))
+    return float(row["n"])
+
+def shout(text: str) -> str:
+    \"\"\"
+    Shout.
+
+    Args:
+        text: What.
+    \"\"\"
+    return text.upper()
+
+def count(completions, messages, metrics, n, **columns):
+    return [len(chat) + each["turns"] + 100.0 * number for chat, each, number in zip(messages, metrics, n, strict=True)]
+"""
+
+
+@pytest.fixture
+def playing(config, tmp_path):
+    """The same with episodes; the policy ends most answers early."""
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    for path in (tmp_path / "run").iterdir():
+        generation = json.loads((path / "generation_config.json").read_text())
+        (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [256, *range(30)]}))
+    return replace(config, environment=f"{tmp_path / 'worlds.py'}:Twice", max_turns=3, batch_size=4)
+
+
+def test_models_play_an_environment(playing, tmp_path):
+    """Its rewards, turns and conversations are in the files; sampled again they are the same."""
+    found = run_generate(playing)["models"]
+    rows = json_rows(tmp_path / "generations" / "final.jsonl")
+    assert len(rows) == 22
+    turns = [row["episode"]["metrics"]["turns"] for row in rows]
+    assert set(turns) == {1, 2}
+    assert found["final"]["mean_turns"] == pytest.approx(sum(turns) / 22)
+    rewards = [sum(row["episode"]["rewards"]) for row in rows]
+    assert found["final"]["mean_reward"] == pytest.approx(sum(rewards) / 22)
+    for row in rows:
+        first, *rest = row["episode"]["messages"]
+        assert first["content"] == f"row {row['columns']['n']}: "
+        said = [message["content"] for message in rest if message["role"] == "assistant"]
+        assert len(said) == row["episode"]["metrics"]["turns"]
+        assert len(row["tokens"]) == len(row["logprobs"])
+        if row["finish_reason"] == "stop":
+            assert row["episode"]["rewards"] == [float(len(text)) for text in said]
+    again = replace(playing, output_dir=str(tmp_path / "again"))
+    run_generate(again)
+    assert json_rows(tmp_path / "again" / "final.jsonl") == rows
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["sampled", "from generations"])
+def test_evaluation_judges_episodes_by_their_own_rewards_and_functions(playing, tmp_path, given):
+    options = {item.name: getattr(playing, item.name) for item in fields(playing)}
+    options |= {"output_dir": str(tmp_path / "evaluation"), "reward_funcs": [f"{tmp_path / 'worlds.py'}:count"]}
+    if given:
+        run_generate(playing)
+        options = {key: options[key] for key in ("output_dir", "reward_funcs", "device")}
+        options["generations"] = playing.output_dir
+    found = run_evaluate(EvaluateConfig(**options))
+    rows = json_rows(tmp_path / "evaluation" / "samples.jsonl")
+    scores = []
+    for number, row in enumerate(rows):
+        one = row["models"]["final"]
+        by_function = len(one["messages"]) + one["metrics"]["turns"] + 100.0 * number
+        assert one["score"] == pytest.approx(sum(one["rewards"]) + by_function)
+        assert one["completion"].startswith(f"user: row {number}: ")
+        scores.append(one["score"])
+    final = found["models"]["final"]
+    assert final["gold_mean"]["estimate"] == pytest.approx(sum(scores) / len(scores))
+    assert final["mean_turns"] > 1
+    assert "kl_to_reference" not in final
+    text = (tmp_path / "evaluation" / "evaluation.txt").read_text()
+    assert "turns" in text
+    assert "KL and perplexities are of single answers" in text
+
+
+def test_an_agent_alone_gives_the_scores_and_tools_need_a_judge(playing, tmp_path):
+    options = {item.name: getattr(playing, item.name) for item in fields(playing)}
+    options |= {"output_dir": str(tmp_path / "evaluation"), "environment": None}
+    found = run_evaluate(EvaluateConfig(**{**options, "agent": f"{tmp_path / 'worlds.py'}:agent"}))
+    assert found["models"]["final"]["gold_mean"]["estimate"] == pytest.approx(sum(range(22)) / 22)
+    tools = {"tools": [f"{tmp_path / 'worlds.py'}:shout"], "output_dir": str(tmp_path / "tools")}
+    for changes, message in {
+        (("tools", 1),): "give either a reward_model or reward_funcs",
+        (("tools", 1), ("reward_model", "m")): "reward_model: got 'm'; must be null with an environment, tools",
+        (("tools", 1), ("agent", "a:b")): "agent: got 'something'; must be left out with tools",
+        (("max_turns", 2),): "max_turns: got 2; must be given with an environment, tools or an agent, and null without",
+    }.items():
+        more = {**options, **dict(changes)}
+        more |= tools if "tools" in more and more["tools"] == 1 else {}
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            EvaluateConfig(**more)
+    run_generate(replace(playing, environment=None, **tools))
+    assert {row["episode"]["metrics"]["turns"] for row in json_rows(tmp_path / "tools" / "final.jsonl")} == {1}

@@ -15,14 +15,16 @@ from transformers import TrainerCallback
 
 from async_rlhf import OnlineDPOTrainer, RLOOTrainer
 from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config.episodes import World
 from async_rlhf.config.parsing import parse
 from async_rlhf.models.gpu_defaults import decided
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.build import Inputs
 from async_rlhf.run.callbacks import TRACKERS, training_arguments
+from async_rlhf.run.card import Card
 from async_rlhf.run.config import RunConfig
-from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, of_python, without_secret_words
+from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, of_command, of_python, without_secret_words
 from async_rlhf.system.versions import checkout_of, code
 
 
@@ -160,3 +162,30 @@ def test_no_secret_is_in_a_record_or_in_what_trackers_get(make_policy, tmp_path)
 )
 def test_a_noted_command_has_no_secrets(words, shown):
     assert without_secret_words(words) == shown
+
+
+def test_what_is_played_is_in_the_record_and_on_the_card(tmp_path):
+    """A run by the command is repeated by that of its card; one from Python says what was an object."""
+    words = ["--model=o/m", "--data.train=o/d", "--train.output_dir=out", "--train.generation.max_turns=2"]
+    game = f"{tmp_path}/games.py:Game(size=3, password='hidden')"
+    for given, said in {
+        f"--environment={game}": "--environment 'games.py:Game(size=3, password=***)'",
+        f"--agent={tmp_path}/games.py:play": "--agent games.py:play",
+        '--tools=["async_rlhf.tasks.tools:calculate"]': """--tools '["async_rlhf.tasks.tools:calculate"]'""",
+    }.items():
+        judged = ["--reward_funcs=async_rlhf.rewards:length"] if "tools" in given else []
+        config, _ = parse(RunConfig, "train", [*words, given, *judged])
+        text = Card("a", config.train, of_command(config), None).text({}, {})
+        assert said in text
+        assert "hidden" not in text
+        assert "rewards | a model made in Python" not in text
+    assert "| rewards | async_rlhf.rewards:length |" in text
+
+    class Game:
+        """Of a test."""
+
+    inputs = Inputs(model="o/m", train_dataset=[{"query": "a"}], world=World(Game))
+    record = of_python(config.train, "online_dpo", inputs)
+    assert record.unnamed["environment"].endswith("Game")
+    text = Card("a", config.train, record, None).text({}, {})
+    assert "| rewards | the environment test_record:test_what_is_played" in text

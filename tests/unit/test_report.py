@@ -488,6 +488,17 @@ RISES = {"objective/scores": lambda i: 0.1 * i}
         ({}, None, ""),
         (RISES, None, ""),
         ({"val/ended_share": 1 - THRESHOLDS.cut_off}, "Answers are cut off", "30%"),
+        (
+            {"val/ended_share": 0.5, "episode/out_of_room": 0.4},
+            "Episodes end for want of room",
+            "generation.episode_length cut off 40%",
+        ),
+        (
+            {"val/ended_share": 0.5, "episode/out_of_turns": 0.3},
+            "Episodes end for want of turns",
+            "generation.max_turns cut off 30%",
+        ),
+        ({"optimizer_steps": lambda i: 4.0 * (i < 31)}, "Nothing is learnt", "last 10 logged batches"),
         ({"objective/ties": 2.0}, "Many prompts teach nothing", "50% of the last prompts"),  # of 4 prompts
         ({"objective/kl": 12.0}, "Far from the reference", "0.60 per token"),
         ({"objective/kl": lambda i: 0.1 * i}, "KL grows without a gain", "to 3.65 nats"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
+import cloudpickle
 import pytest
 import yaml
 from tiny import call_reward_function
@@ -117,3 +121,69 @@ def test_reward_is_short_for_reward_funcs(command, capsys):
         main([command, *needed[command], "--reward", "mine.py:f", "--reward=a:b(pattern='=--reward')", "--dry-run"])
     assert end.value.code == 0
     assert yaml.safe_load(capsys.readouterr().out)["reward_funcs"] == ["mine.py:f", "a:b(pattern='=--reward')"]
+
+
+# Files of the user's
+
+
+def written(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def value_of(path, attribute="f"):
+    return call_reward_function(load_reward_functions([f"{path}:{attribute}"])[0], ["p"], ["c"], {})[0]
+
+
+FIXED = "def f(completions, **columns):\n    return [{value}] * len(completions)\n"
+
+
+@pytest.mark.parametrize("name", ["statistics", "numpy", "tiny", "__main__", "sys", "my-rewards", "a.b", "ctypes"])
+def test_a_file_takes_the_place_of_no_module(tmp_path, name):
+    """Of the standard library, installed, of a test, or without a file; imported already or not."""
+    before = dict(sys.modules)
+    path = written(tmp_path / f"{name}.py", FIXED.format(value=2.0))
+    assert value_of(path) == 2
+    assert {known: sys.modules.get(known) for known in before} == before
+    assert importlib.import_module("statistics").mean([1, 3]) == 2
+    (function,) = load_reward_functions([f"{path}:f"])
+    assert function.__code__.co_filename == str(path)
+    assert cloudpickle.loads(cloudpickle.dumps(function))(completions=["c"]) == [2.0]
+
+
+def test_files_of_one_name_are_two_modules_and_a_file_is_one_until_it_changes(tmp_path):
+    paths = [written(tmp_path / folder / "same.py", FIXED.format(value=v)) for v, folder in enumerate("ab")]
+    assert [*map(value_of, paths), *map(value_of, paths)] == [0, 1, 0, 1]
+    first, second = ([load_reward_functions([f"{path}:f"])[0] for path in paths] for _ in range(2))
+    assert first == second
+    written(paths[1], FIXED.format(value=2))
+    assert [*map(value_of, paths)] == [0, 2]
+
+
+def test_a_file_finds_those_beside_it_wherever_it_is(tmp_path, monkeypatch):
+    """They see the same module, too; in a function that is called later as well."""
+    monkeypatch.chdir("/")
+    helper = "from mine_of_three import KEPT\nkept = KEPT\ndef give():\n    import later_of_three\n"
+    written(tmp_path / "helper_of_three.py", f"{helper}    return later_of_three.x\n")
+    written(tmp_path / "later_of_three.py", "x = 3.0\n")
+    text = "KEPT = []\nimport helper_of_three\ndef f(completions, **columns):\n"
+    text += "    assert helper_of_three.kept is KEPT\n    return [helper_of_three.give()] * len(completions)\n"
+    assert value_of(written(tmp_path / "mine_of_three.py", text)) == 3
+
+
+def test_a_file_finds_those_beside_it_although_others_have_their_names(tmp_path):
+    paths = []
+    for number, folder in enumerate("aba"):
+        written(tmp_path / folder / "beside.py", f"value = {folder!r}")
+        text = "import beside\n" + FIXED.format(value="float(ord(beside.value))")
+        paths.append(written(tmp_path / folder / f"mine_{number}.py", text))
+    assert [*map(value_of, paths), *map(value_of, paths)] == [97, 98, 97, 97, 98, 97]
+
+
+def test_a_file_that_cannot_be_imported_leaves_no_half_module(tmp_path):
+    path = written(tmp_path / "half_a_module.py", "import no_such_module_at_all\n")
+    with pytest.raises(ConfigError, match="No module named 'no_such_module_at_all'"):
+        value_of(path)
+    assert "half_a_module" not in sys.modules
+    assert value_of(written(path, FIXED.format(value=4.0))) == 4

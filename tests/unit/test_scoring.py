@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,6 +261,43 @@ def test_functions_do_not_see_what_others_do_to_their_lists(tokenizer):
     assert scores(tokenizer, make_batch(tokenizer), None, [looks_afterwards, empties]) == LENGTHS
 
 
+def test_what_functions_do_within_a_column_changes_no_data(tokenizer):
+    """Neither for others nor for later batches; what cannot be copied is handed over as it is."""
+    lock = threading.Lock()
+    batch = make_batch(tokenizer)
+    for group in batch.groups:
+        group.prompt.columns["tests"] = {"hidden": ["a"], "lock": lock}
+
+    def appends(prompts, completions, tests, **columns):
+        for one in tests:
+            assert one["hidden"] in (["a"], ["a", "b"])  # the completions of one prompt share it
+            assert one["lock"] is lock
+            one["hidden"][1:] = ["b"]
+        return [0.0] * len(completions)
+
+    for _ in range(2):
+        assert scores(tokenizer, batch, None, [appends, appends]) == [0.0] * 6
+    assert all(group.prompt.columns["tests"]["hidden"] == ["a"] for group in batch.groups)
+
+
+def test_columns_with_names_that_are_ours_get_others(tokenizer, caplog):
+    batch = make_batch(tokenizer)
+    for group in batch.groups:
+        group.prompt.columns.update({"prompts": 1, "completions": 2, "messages": 3, "messages_": 4, "self": 5})
+
+    class Reads:
+        def __call__(self, prompts, completions, level, **columns):
+            given = {"prompts_": 1, "completions_": 2, "messages_": 4, "messages__": 3, "self_": 5, "name": "f"}
+            assert {name: [*{str(value)[0] for value in each}] for name, each in columns.items()} == {
+                name: [str(value)] for name, value in given.items()
+            }
+            return [float(len(text)) for text in completions]
+
+    for _ in range(2):
+        assert scores(tokenizer, batch, None, [Reads()]) == LENGTHS
+    assert [record.args[1] for record in caplog.records] == ["prompts_", "completions_", "messages__", "self_"]
+
+
 # Weights and the penalty for length
 
 
@@ -345,7 +384,41 @@ async def yields(prompts, completions, **columns):
         yield float(len(text))
 
 
-FAILS_AS_A_WHOLE = (raises, raises_later, is_cancelled, yields, gives_none, gives_too_few, gives_too_many)
+def gives_a_dict(prompts, completions, **columns):
+    return dict.fromkeys(range(len(completions)), 1.0)
+
+
+def gives_a_set(prompts, completions, **columns):
+    return {float(number) for number in range(len(completions))}
+
+
+def gives_text(prompts, completions, **columns):
+    return "1" * len(completions)
+
+
+def gives_bytes(prompts, completions, **columns):
+    return b"1" * len(completions)
+
+
+def gives_a_generator(prompts, completions, **columns):
+    return (1.0 for _ in completions)
+
+
+async def gives_an_array_of_no_dimension(prompts, completions, **columns):
+    return np.array(1.0)
+
+
+NO_SEQUENCES = (gives_a_dict, gives_a_set, gives_text, gives_bytes, gives_a_generator, gives_an_array_of_no_dimension)
+FAILS_AS_A_WHOLE = (
+    *NO_SEQUENCES,
+    raises,
+    raises_later,
+    is_cancelled,
+    yields,
+    gives_none,
+    gives_too_few,
+    gives_too_many,
+)
 BROKEN = (*FAILS_AS_A_WHOLE, gives_nan, gives_infinity)
 
 
@@ -370,6 +443,21 @@ def test_wrong_counts_are_errors_that_say_both_numbers(tokenizer):
             Scorer(tokenizer, config(), None, [function])(make_batch(tokenizer))
         assert str(count) in str(error.value)
         assert "6" in str(error.value)
+
+
+@pytest.mark.parametrize("function", [*NO_SEQUENCES, gives_none, yields])
+@pytest.mark.parametrize("limit", [None, 60.0], ids=["here", "in a process"])
+def test_what_is_no_sequence_is_said(tokenizer, function, limit):
+    scorer = Scorer(tokenizer, config(reward_timeout=limit), None, [function])
+    with scorer.started(), pytest.raises(RewardError) as error:
+        scorer(make_batch(tokenizer))
+    assert str(error.value).startswith(f"reward function {function.__name__} returned ")
+    assert str(error.value).endswith("must be a list, an array or a tensor of 6 numbers, one for each completion")
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, deque])
+def test_sequences_of_every_kind_are_rewards(kind):
+    assert call_reward_function(lambda **_: kind([0.5, 2.0]), ["p"] * 2, ["c"] * 2, {}) == [0.5, 2.0]
 
 
 def no_float() -> object:
@@ -699,6 +787,65 @@ def test_an_error_does_not_wait_for_the_other_functions(tokenizer, hang):
         Scorer(tokenizer, config(), None, [slow, raises_later])(make_batch(tokenizer))
 
 
+def test_what_belongs_to_a_loop_may_be_kept_between_calls(tokenizer):
+    """A queue, as a client has one: it knows the loop in which it was first waited for."""
+    queue, seen = asyncio.Queue(), []
+
+    async def answers(completions):
+        await asyncio.sleep(0)
+        for text in completions:
+            queue.put_nowait(float(len(text)))
+
+    async def asks(prompts, completions, **columns):
+        seen.append(asyncio.get_running_loop())
+        task = asyncio.create_task(answers(completions))
+        found = [await queue.get() for _ in completions]
+        await task
+        return found
+
+    for _ in range(3):
+        assert scores(tokenizer, make_batch(tokenizer), None, [asks]) == LENGTHS
+    assert len(set(seen)) == 1
+
+
+def test_a_coroutine_that_blocks_the_loop_holds_up_no_later_batch(tokenizer, hang, caplog):
+    async def blocks(prompts, completions, **columns):
+        if not caplog.records:
+            hang.wait()
+        return [1.0] * len(completions)
+
+    scorer = Scorer(tokenizer, config(reward_timeout=0.5, reward_errors="skip"), None, [blocks])
+    assert all(math.isnan(score) for score in scorer(make_batch(tokenizer)).scores_PK.flatten())
+    assert scorer(make_batch(tokenizer)).scores_PK.flatten().tolist() == [1.0] * 6
+    assert "blocks its event loop" in caplog.text
+
+
+def failing(times: int, function=length_reward):
+    """Raises at its first calls."""
+    left = iter(range(times))
+
+    def fails(prompts, completions, **columns):
+        for _ in left:
+            raise ConnectionError("busy")
+        return function(prompts, completions, **columns)
+
+    return fails
+
+
+def test_a_function_that_raises_is_called_again(tokenizer, monkeypatch):
+    waits = []
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=waits.append)
+    monkeypatch.setattr("async_rlhf.rewards.calls.time", clock)
+    assert scores(tokenizer, make_batch(tokenizer), None, [failing(3)], reward_retries=3) == LENGTHS
+    assert waits == [1.0, 2.0, 4.0]
+    with pytest.raises(RewardError, match="ConnectionError: busy"):
+        scores(tokenizer, make_batch(tokenizer), None, [failing(3)], reward_retries=2)
+    waits.clear()
+    with pytest.raises(RewardError, match="ConnectionError: busy"):  # a further wait would end after the limit
+        scores(tokenizer, make_batch(tokenizer), None, [failing(3)], reward_retries=9, reward_timeout=1.5)
+    assert waits == [1.0]
+
+
 @pytest.mark.parametrize("limit", [None, rare(100.0), 1e300, rare(1e9)])
 def test_the_time_that_functions_took_is_a_metric(tokenizer, make_reward_model, limit):
     async def later(prompts, completions, **columns):
@@ -811,11 +958,6 @@ def test_one_function_is_called_also_where_an_event_loop_runs():
         with pytest.raises(RewardError, match=f"reward function {function.__name__} raised KeyError") as error:
             call_reward_function(function, ["p"], ["c"], {})
         assert isinstance(error.value.__cause__, KeyError)
-
-
-def test_a_column_with_the_name_of_an_argument_is_an_error():
-    with pytest.raises(RewardError, match="multiple values for keyword argument 'completions'"):
-        call_reward_function(async_lengths, ["p"], ["c"], {"completions": ["other"]})
 
 
 def test_the_judge_takes_async_functions(tmp_path):

@@ -89,6 +89,7 @@ class RewardJudge:
         rows: Sequence[Mapping[str, Any]],
         completions: Sequence[str],
         ended: Sequence[bool],
+        more: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[float]:
         """One score per completion. Every rank must call it, and gets all of them.
 
@@ -97,6 +98,7 @@ class RewardJudge:
             rows: the other columns of its row in the data set, for functions.
             completions: texts without the end-of-sequence token.
             ended: whether each ended by itself; the reward model then sees the token that ends an answer.
+            more: what functions get besides, of episodes: "messages" and "metrics".
 
         Raises:
             ConfigError: a row is longer than the reward model can read.
@@ -107,8 +109,7 @@ class RewardJudge:
             scores = self._model_scores(prompts, completions, ended)
 
         def with_functions() -> list[float]:
-            names = dict.fromkeys(name for row in rows for name in row)
-            columns = {name: [row.get(name) for row in rows] for name in names}
+            columns: dict[str, Any] = {**functions.columns_of(rows), **(more or {})}
             found = scores
             for function in self.functions:
                 name = functions.function_name(function)

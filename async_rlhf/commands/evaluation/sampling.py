@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,19 +12,26 @@ from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.generation.episodes.sampler import EpisodeSampler
+from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions
 from async_rlhf.models.loading import stop_token_ids
 from async_rlhf.system.progress import progress_bar
-from async_rlhf.types import Prompt
+from async_rlhf.types import Prompt, Sample
 
 
 def first_prompts(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, config: HeldOutConfig | PairsConfig
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: HeldOutConfig | PairsConfig,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[Prompt], int]:
-    """The first ``max_prompts`` rows that fit, in order, and how many of all rows were dropped for their length."""
+    """The first ``max_prompts`` rows that fit, in order, and how many of all rows were dropped for their length.
+    ``tools`` are schemas of what the prompts tell the models of.
+    """
     assert config.max_prompt_length is not None
     stream = PromptStream(
         rows,
@@ -33,6 +41,7 @@ def first_prompts(
         shuffle=False,
         key="prompts" if isinstance(config, PairsConfig) else "data",
         chat=ChatTemplate(tokenizer, config.chat, config.chat.time_of()),
+        tools=list(tools),
     )
     count = len(stream) if config.max_prompts is None else min(config.max_prompts, len(stream))
     return [stream.prompt(draw) for draw in range(count)], stream.dropped
@@ -44,13 +53,17 @@ def sampling_params(
     config: HeldOutConfig | PairsConfig,
     samples_per_prompt: int,
     longest: int,
+    episodes: EpisodeSpec | None = None,
 ) -> SamplingParams:
-    """How to sample, after checking that prompts of up to ``longest`` tokens leave room for a response.
+    """How to sample, after checking that prompts of up to ``longest`` tokens leave room for a response or an episode.
 
     Raises:
         ConfigError: they do not.
     """
-    check_positions(model, longest, config.response_length)
+    if episodes is None:
+        check_positions(model, longest, config.response_length)
+    else:
+        check_positions(model, longest, episodes.generation.longest_episode, "episode_length")
     return SamplingParams(
         samples_per_prompt=samples_per_prompt,
         temperature=config.temperature,
@@ -60,6 +73,7 @@ def sampling_params(
         batch_size=config.batch_size,
         top_p=config.top_p,
         top_k=config.top_k,
+        episodes=episodes,
     )
 
 
@@ -82,8 +96,26 @@ def sample(
         return sampled_in_shares(TransformersEngine(model, params), prompts, ranks, progress)
 
 
+class Played:
+    """An engine whose answers are episodes."""
+
+    def __init__(self, engine: Any) -> None:
+        self.params: SamplingParams = engine.params
+        self._sampler = EpisodeSampler(engine)
+
+    def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
+        """Episodes of each prompt, so many at a time as one batch of the engine has."""
+        found: list[tuple[Sample, ...]] = []
+        size = max(1, self.params.batch_size // self.params.samples_per_prompt)
+        for start in range(0, len(prompts), size):
+            found += self._sampler.generate(prompts[start : start + size])
+            if progress is not None:
+                progress(len(found))
+        return found
+
+
 def sampled_in_shares(
-    engine: TransformersEngine, prompts: Sequence[Prompt], ranks: Ranks, progress: Callable[[int], None]
+    engine: TransformersEngine | Played, prompts: Sequence[Prompt], ranks: Ranks, progress: Callable[[int], None]
 ) -> Completions:
     """Completions of each prompt, on every rank. All ranks must call it.
 

@@ -35,6 +35,7 @@ def columns_of(results: Mapping[str, Any]) -> list[tuple[dict[str, str], bool]]:
         f"KL to {reference} (nats)": "kl_to_reference",
         "perplexity of human text": "perplexity",
         "perplexity under reference": "perplexity_under_reference",
+        "turns": "mean_turns",
         "tokens": "mean_length",
         "ended": "ended_share",
     }

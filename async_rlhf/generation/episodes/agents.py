@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.data.rendering import Renderer
-from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.environment import Message
 from async_rlhf.generation.episodes.episode import Ask, Episode, joined
+from async_rlhf.generation.episodes.requests import RefusedError, check_chat
 from async_rlhf.models.chats import as_messages
 from async_rlhf.types import CONVERSATION, Prompt, Sample
 
@@ -57,21 +56,30 @@ class Session:
     ) -> tuple[Message, str, int, int]:
         """See :data:`~async_rlhf.generation.episodes.endpoint.Answer`."""
         async with self._lock:
-            chat = as_messages(messages, "messages")
+            check_chat(messages, tools)
             if self._turns == self._max_turns:
                 raise self._refused(
                     "max_turns", f"the episode has had its {self._max_turns} turns (generation.max_turns)"
                 )
-            conversation = self._going_on(chat, tools)
+            try:
+                chat = as_messages(messages, "messages")
+                conversation = self._going_on(chat, tools)
+            except ConfigError as error:  # of the template, too
+                raise RefusedError("invalid_request", str(error)) from error
             episode = conversation.episode
             turn = episode.turn()
             self._reschedule(None)
             started = time.monotonic()
             try:
                 written = episode.add(await self._ask(turn))
+            except asyncio.CancelledError:  # the agent has stopped waiting, and may ask once more
+                episode.take_back()
+                raise
             except Exception as error:
                 self.error = error
                 raise
+            if not conversation.history:
+                self._conversations.append(conversation)
             self.waited += time.monotonic() - started
             self._reschedule(self.seconds)
             self._turns += 1
@@ -92,13 +100,12 @@ class Session:
                 self._extend(known.episode, renderer.observation(chat[place:], known.episode.last, renderer.is_chat))
                 return known
         episode = self._begin(len(self._conversations) * CONVERSATION)
+        opening = renderer.opening(Prompt(0, 0, (), messages=[] if renderer.is_chat else None), chat)
         try:
-            prompt = Prompt(0, 0, (), messages=[] if renderer.is_chat else None)
-            episode.open(renderer.opening(prompt, chat), ())
+            episode.open(opening, ())
         except ValueError as error:
             raise self._refused("context_length_exceeded", str(error)) from error
-        self._conversations.append(_Conversation(episode, renderer, []))
-        return self._conversations[-1]
+        return _Conversation(episode, renderer, [])
 
     def _extend(self, episode: Episode, tokens: tuple[int, ...]) -> None:
         if episode.finish_reason == "length" or not episode.observe(tokens):
@@ -122,12 +129,10 @@ class Session:
         """Give the agent's reward for the last answer of the last conversation.
 
         Raises:
-            ValueError: the agent asked nothing, or its reward is no finite number.
+            ValueError: the agent asked nothing.
         """
         if not self.last().turns:
             raise ValueError("the agent asked the policy nothing")
-        if not math.isfinite(reward):
-            raise ValueError(f"the agent returned {reward!r}; must be a finite number")
         if self.refused:
             self.last().finish_reason = "length"
         self.last().end(reward, {"conversations": float(len(self._conversations)), "turns": float(self._turns)})

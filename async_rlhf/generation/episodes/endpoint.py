@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.generation.episodes.environment import Message
+from async_rlhf.generation.episodes.requests import RefusedError, Settings
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -28,19 +29,6 @@ Raises:
 """
 
 
-class RefusedError(Exception):
-    """A request that cannot be answered. An agent may catch it, and end with what it has.
-
-    Args:
-        code: as OpenAI's API has it.
-        message: what is wrong.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True)
 class Client:
     """The policy, for the agent of one episode: by :meth:`chat`, or by any OpenAI client with these three."""
@@ -50,6 +38,10 @@ class Client:
     api_key: str
     """Names the episode."""
     answer: Answer = field(repr=False)
+    settings: Settings = field(repr=False)
+    """What a request may say."""
+    loop: asyncio.AbstractEventLoop = field(repr=False)
+    """In which answers are made; agents run elsewhere."""
     model: str = "policy"
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Message:
@@ -60,9 +52,13 @@ class Client:
             tools: schemas of functions that it may call.
 
         Raises:
-            RefusedError: the episode has no room or no turn left.
+            RefusedError: the episode has no room or no turn left, or these are no messages.
         """
-        return (await self.answer(messages, tools))[0]
+
+        async def answered() -> Message:
+            return (await self.answer(messages, tools))[0]
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self.loop))
 
 
 class Endpoint:
@@ -74,12 +70,13 @@ class Endpoint:
         self._starting = asyncio.Lock()
         self._port = 0
 
-    async def open(self, answer: Answer) -> Client:
+    async def open(self, answer: Answer, settings: Settings) -> Client:
         """Make a client for an episode."""
         async with self._starting:
             if self._runner is None:
                 await self._start()
-        client = Client(f"http://127.0.0.1:{self._port}/v1", secrets.token_urlsafe(24), answer)
+        url, loop = f"http://127.0.0.1:{self._port}/v1", asyncio.get_running_loop()
+        client = Client(url, secrets.token_urlsafe(24), answer, settings, loop)
         self._agents[client.api_key] = client
         return client
 
@@ -112,10 +109,9 @@ class Endpoint:
             )
         try:
             asked = await request.json()
-            messages, tools = asked["messages"], asked.get("tools") or ()
-            if asked.get("n", 1) not in (1, None):
-                raise RefusedError("unsupported_value", "n must be 1")
-            message, reason, read, written = await client.answer(messages, tools)
+            client.settings.check(asked)
+            answering = client.answer(asked["messages"], asked.get("tools") or ())
+            message, reason, read, written = await answering
         except RefusedError as error:
             return _refused(400, error.code, str(error))
         except (ValueError, KeyError, TypeError) as error:

@@ -6,16 +6,33 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from async_rlhf.generation.episodes.environment import Message, Observation
 from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.system.user_code import own_copy
 from async_rlhf.types import FinishReason, Prompt, Sample, Turn
 
 Ask = Callable[[Turn], Awaitable[Sample]]
 """Has the policy answer: returns the turn's tokens with the answer behind them."""
+
+
+def number(value: Any, what: str) -> float:
+    """A reward or a metric.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    try:
+        found = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{what} {value!r:.200}; must be a finite number")
+    return found
 
 
 class Episode:
@@ -46,7 +63,7 @@ class Episode:
         if self._room < 1:
             raise ValueError("what reset() returned leaves no room for an answer (generation.episode_length)")
         self._tokens, self._opening = tokens, len(tokens)
-        self._messages += messages
+        self.say(messages)
 
     def turn(self) -> Turn:
         """What the policy is to go on with."""
@@ -66,21 +83,19 @@ class Episode:
 
     def note(self, message: Message, observed: Observation) -> None:
         """Note the policy's message, and what the environment says of it."""
-        reward = float(observed.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"step() gave the reward {observed.reward!r}; must be a finite number")
-        self._rewards[len(self._tokens) - 1] = reward
-        self._metrics |= {name: float(value) for name, value in observed.metrics.items()}
-        self._messages += [message, *observed.messages]
+        self.end(number(observed.reward, "step() gave the reward"), observed.metrics)
+        self.say([message, *observed.messages])
 
     def say(self, messages: Sequence[Message]) -> None:
-        """Note messages of the conversation."""
-        self._messages += messages
+        """Note messages of the conversation, as they are now."""
+        self._messages += own_copy(list(messages))
 
     def end(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Give a reward for the last answer, and metrics, at the end."""
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics are {metrics!r:.200}; must be a mapping from names to numbers")
         self._rewards[len(self._tokens) - 1] = reward
-        self._metrics |= metrics
+        self._metrics |= {name: number(value, f"the metric {name!r} is") for name, value in metrics.items()}
 
     def observe(self, tokens: tuple[int, ...]) -> bool:
         """Add what the policy reads next; False if that leaves no room for an answer."""
@@ -92,6 +107,11 @@ class Episode:
         else:
             self.finish_reason = "length"
         return fits
+
+    def take_back(self) -> None:
+        """Forget what was observed since the last answer."""
+        if self.turns:
+            self._tokens = tuple(self.turns[-1].tokens.tolist())
 
     def fail(self) -> None:
         """It has no reward."""

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,28 +21,32 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.generation.episodes.agents import Session
-from async_rlhf.generation.episodes.endpoint import Endpoint
+from async_rlhf.generation.episodes.endpoint import Client, Endpoint
 from async_rlhf.generation.episodes.environment import Message, Observation
-from async_rlhf.generation.episodes.episode import Ask, Episode
+from async_rlhf.generation.episodes.episode import Ask, Episode, number
 from async_rlhf.generation.episodes.replies import Replies
+from async_rlhf.generation.episodes.requests import Settings
 from async_rlhf.generation.episodes.spec import EpisodeSpec, tools_of
 from async_rlhf.generation.episodes.tools import as_environment
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
-from async_rlhf.system.errors import UserCodeError
+from async_rlhf.system.errors import UserCodeError, frames_of, last_place
+from async_rlhf.system.user_code import leave_blocked_loop, own_copy, submit
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_GRACE_SECONDS = 1.0
+"""How long a coroutine that was cancelled may take to end."""
 
 
 class _FailedError(Exception):
-    """Code of the user's raised this error, or gave something wrong."""
+    """Code of the user's raised this error, or gave something wrong, or was not done in time."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
-        self.error = error
+        self.error, self.is_late = error, False
 
 
 @contextmanager
@@ -54,6 +58,14 @@ def _blamed() -> Iterator[None]:
         raise
     except Exception as error:
         raise _FailedError(error) from error
+
+
+def _messages(given: Any, by: str) -> Sequence[Message]:
+    is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    if not is_list or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in given):
+        right = 'must be a list of messages, such as [{"role": "user", "content": "..."}]'
+        raise TypeError(f"{by} gave the messages {given!r:.200}; {right}")
+    return given
 
 
 class EpisodeError(UserCodeError):
@@ -112,9 +124,10 @@ class Player:
             with _blamed():
                 recorded = None if self._replies is None else self._replies.of(evaluated, prompt.draw, number)
                 environment = recorded or as_environment(self.spec.environment())
-            opened = await self._call(environment.reset, dict(prompt.columns), seed)
+            opened = await self._call(environment.reset, self.spec.row(prompt), seed)
             with _blamed():
-                episode.open(renderer.opening(prompt, opened or ()), opened or ())
+                opened = _messages(() if opened is None else opened, "reset()")
+                episode.open(renderer.opening(prompt, opened), opened)
             goes_on = True
             while goes_on:
                 turn = episode.turn()
@@ -124,7 +137,7 @@ class Player:
                 else:
                     episode.say([message])
         except _FailedError as failed:
-            await self._failed(episode, failed.error, ask)
+            await self._failed(episode, failed, ask)
         finally:
             if environment is not None:
                 await self._close(environment)
@@ -132,10 +145,12 @@ class Player:
 
     async def _step(self, environment: Any, message: Message, episode: Episode, renderer: Renderer) -> bool:
         """Have the environment answer; returns whether the policy is to go on."""
-        observed = await self._call(environment.step, message)
+        observed = await self._call(environment.step, own_copy(message))
         with _blamed():
             if not isinstance(observed, Observation):
                 raise TypeError(f"step() returned {observed!r:.200}; must be an Observation")
+            if not observed.done:
+                _messages(observed.messages, "step()")
             episode.note(message, observed)
             if observed.done or len(episode.turns) == self._limits.max_turns:
                 episode.finish_reason = "stop" if observed.done else "length"
@@ -147,34 +162,51 @@ class Player:
         self._endpoint = self._endpoint or Endpoint()
         begin = partial(Episode, self.spec, params, prompt, number)
         session = Session(begin, self._renderer, self._limits.max_turns, ask)
-        client = await self._endpoint.open(session.answer)
+        client = await self._endpoint.open(session.answer, Settings(params, self._limits))
         try:
-            given = await self._call(self.spec.environment.value, client, dict(prompt.columns), session=session)
+            given = await self._reward(session, client, prompt)
+            if session.refused:
+                await self._sampled(session.last(), ask)
             with _blamed():
-                session.end(float(given or 0.0))
+                session.end(given)
         except _FailedError as failed:
             if session.error is not None:
                 raise session.error from None
-            if session.refused:  # it was told that there is no room: the episode is cut off
-                session.end(0.0)
-            else:
-                await self._failed(session.last(), failed.error, ask)
+            await self._failed(session.last(), failed, ask)
         finally:
             self._endpoint.forget(client)
         return session.sample()
 
-    async def _failed(self, episode: Episode, error: Exception, ask: Ask) -> None:
-        what = f"raised {type(error).__name__}: {error}"
-        if isinstance(error, TimeoutError) and self._limits.step_timeout is not None:
+    async def _reward(self, session: Session, client: Client, prompt: Prompt) -> float:
+        """Have an agent ask the policy; returns its reward."""
+        try:
+            given = await self._call(self.spec.environment.value, client, self.spec.row(prompt), session=session)
+        except _FailedError:
+            if session.refused and session.error is None:  # it was told that there is no room: the episode is cut off
+                return 0.0
+            raise
+        with _blamed():
+            if given is None and not self.spec.is_judged:
+                raise ValueError("the agent returned None; must return its reward, a number, as nothing else gives one")
+            return 0.0 if given is None else number(given, "the agent returned")
+
+    async def _failed(self, episode: Episode, failed: _FailedError, ask: Ask) -> None:
+        what, error = f"raised {type(failed.error).__name__}: {failed.error}", failed.error
+        if failed.is_late:
             what = f"was not done after {self._limits.step_timeout:g} s (generation.step_timeout)"
-        name = self.spec.environment.name
-        message = f"the environment {name} {what} (row {episode.prompt.row}, turn {len(episode.turns)})"
+        kind, frames = "agent" if self.spec.is_agent else "environment", frames_of(error)
+        place = f"(row {episode.prompt.row}, turn {len(episode.turns)})"
+        message = f"the {kind} {self.spec.environment.name} {what} {place}{last_place(frames)}"
         if not self.spec.skip:
-            raise EpisodeError(message) from error
+            raise EpisodeError(message, frames) from error
         logger.warning("WARNING: %s; the episode has no reward", message)
-        if not episode.turns:  # a sample has to have something that was sampled
-            episode.add(await ask(episode.turn()))
+        await self._sampled(episode, ask)
         episode.fail()
+
+    async def _sampled(self, episode: Episode, ask: Ask) -> None:
+        """See that the policy has written something, as every sample has to have something that was sampled."""
+        if not episode.turns:
+            episode.add(await ask(episode.turn()))
 
     async def _close(self, environment: Any) -> None:
         try:
@@ -193,12 +225,39 @@ class Player:
                     if session is not None:
                         session.limit, session.seconds = limit, self._limits.step_timeout
                     if inspect.iscoroutinefunction(function):
-                        return await function(*arguments)
-                    found, ended = await _in_thread(function, arguments)
+                        found, ended = await _in_loop(function(*arguments))
+                    else:
+                        found, ended = await _in_thread(function, arguments)
+                        if inspect.isawaitable(found):
+                            found, ended = await _in_loop(found)
                     late = time.monotonic() - ended  # others had their turn meanwhile
-                    return await found if inspect.isawaitable(found) else found
+                    return found
+        except _FailedError as failed:
+            failed.is_late = limit.expired()  # else it is the code's own TimeoutError
+            if failed.is_late:
+                leave_blocked_loop()
+            raise
         finally:
             self.seconds += time.monotonic() - started - late - (0.0 if session is None else session.waited)
+
+
+async def _in_loop(awaitable: Awaitable[T]) -> tuple[T, float]:
+    """Have it done in the event loop of the user's coroutines. Returns when that was done, too."""
+
+    async def timed() -> tuple[T, float]:
+        return await awaitable, time.monotonic()
+
+    future, cancel = submit(timed())
+    done = asyncio.wrap_future(future)
+    try:
+        found = await asyncio.shield(done)
+    except asyncio.CancelledError:
+        cancel()
+        await asyncio.wait([done], timeout=_GRACE_SECONDS)
+        raise
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[tuple[T, float]]:

@@ -200,7 +200,9 @@ class _UnderWay:
 
     def answer(self, turn: Turn, sample: Sample) -> None:
         """Give the policy's answer to whom asked for it."""
-        self._decoding.pop(id(turn)).set_result(sample)
+        future = self._decoding.pop(id(turn))
+        if not future.done():  # an agent may have stopped waiting
+            future.set_result(sample)
 
     def complete(self) -> list[tuple[int, tuple[Sample, ...]]]:
         """The prompts whose episodes have all ended since it was last called, by their numbers."""

@@ -17,6 +17,8 @@ from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.generation.episodes.tools import ToolEnvironment, as_environment, schemas_of
 from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.system.user_code import own_copy
+from async_rlhf.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,16 @@ class EpisodeSpec:
     """Give an episode that fails no reward, instead of ending the run."""
     is_agent: bool = False
     """The environment is an agent: a function of a client and a row, which asks the policy itself."""
+    prompt_field: str = "query"
+    """The column with the prompt."""
+    is_judged: bool = False
+    """Something else gives rewards, too, so an agent may return none."""
+
+    def row(self, prompt: Prompt) -> dict[str, Any]:
+        """The prompt's row, as the data has it: a copy, which the user's code may change."""
+        chat = {} if prompt.messages is None else {self.prompt_field: list(prompt.messages)}
+        copied: dict[str, Any] = own_copy({**prompt.columns, **chat})
+        return copied
 
 
 def _maker(world: World) -> Sent | None:
@@ -102,11 +114,39 @@ def tools_of(world: World) -> list[dict[str, Any]]:
     return [] if made is None or world.agent is not None else schemas_of(getattr(as_environment(made()), "tools", ()))
 
 
-def episodes_of(config: OnlineConfig, world: World, chat: ChatTemplate) -> EpisodeSpec | None:
-    """How a run plays its episodes; None if nothing answers the policy."""
+def episodes_of(
+    config: OnlineConfig, world: World, chat: ChatTemplate, prompt_field: str = "query", is_judged: bool = False
+) -> EpisodeSpec | None:
+    """How a run plays its episodes; None if nothing answers the policy. See :class:`EpisodeSpec`."""
+    skip = config.reward_errors == "skip"
+    return spec_of(config.generation, world, chat, prompt_field, is_judged, skip)
+
+
+def spec_of(
+    generation: GenerationConfig,
+    world: World,
+    chat: ChatTemplate,
+    prompt_field: str,
+    is_judged: bool,
+    skip: bool = False,
+) -> EpisodeSpec | None:
+    """The same for whoever has models play."""
     made = _maker(world)
     if made is None:
         return None
     is_agent, right = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
     require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
-    return EpisodeSpec(made, chat, config.generation, config.reward_errors == "skip", is_agent)
+    return EpisodeSpec(made, chat, generation, skip, is_agent, prompt_field, is_judged)
+
+
+def world_named(environment: str | None, tools: Sequence[str], agent: str | None) -> World:
+    """What a configuration names.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
+    return World(
+        None if environment is None else named(environment, "environment"),
+        [named(name, "tools") for name in tools],
+        None if agent is None else named(agent, "agent"),
+    )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from async_rlhf.run.learning_warning import IDLE
 from async_rlhf.run.parting import FEWEST, Ends, partings, values_of
 from async_rlhf.run.truncation_warning import MANY
 from async_rlhf.studies.report.idleness import idleness
@@ -68,13 +69,24 @@ def warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) ->
 
 
 def _teaches_little(run: ReadRun) -> Iterator[Warned]:
-    share = 1 - _ends(run, "val/ended_share").end.mean
+    turns, room = (
+        values[-1] if (values := values_of(run.rows, f"episode/out_of_{what}")) else 0.0 for what in ("turns", "room")
+    )
+    share = 1 - _ends(run, "val/ended_share").end.mean - turns - room
+    for what, part, key in (("want of room", room, "episode_length"), ("want of turns", turns, "max_turns")):
+        if part >= THRESHOLDS.cut_off:
+            had = run.config.get(f"generation.{key}")
+            yield Warned(
+                f"Episodes end for {what}",
+                f"generation.{key}{f' ({had})' if had else ''} cut off {part:.0%} of the last episodes, with what the "
+                "environment says. Give them more, or have the environment say less.",
+            )
     if share >= THRESHOLDS.cut_off:
-        room = run.config.get("generation.response_length")
+        most = run.config.get("generation.response_length")
         cost = ", and penalised by non_eos_penalty" if run.config.get("non_eos_penalty") else ""
         yield Warned(
             "Answers are cut off",
-            f"{share:.0%} of the last completions did not end by themselves{f' within {room} tokens' if room else ''}"
+            f"{share:.0%} of the last completions did not end by themselves{f' within {most} tokens' if most else ''}"
             f"{cost}. Give them more room (generation.response_length), or see whether the policy learns to go on.",
         )
     counted = [row for row in run.rows if "objective/ties" in row and row.get("episode")]
@@ -148,6 +160,11 @@ def _engine(run: ReadRun) -> Iterator[Warned]:
 
 
 def _steps(run: ReadRun) -> Iterator[Warned]:
+    made = values_of(run.rows, "optimizer_steps")[-IDLE:]
+    if made and not any(made):
+        text = f"The last {len(made)} logged batches made no optimiser step: no completion had a reward, or those of "
+        text += "each prompt all scored the same. Look at the samples and at reward/skipped."
+        yield Warned("Nothing is learnt", text)
     norms = sorted((row["grad_norm"], row["batch"]) for row in run.rows if row.get("grad_norm"))
     if len(norms) >= FEWEST and norms[-1][0] >= THRESHOLDS.gradient * (median := norms[len(norms) // 2][0]):
         most, batch = norms[-1]

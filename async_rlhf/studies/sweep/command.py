@@ -84,6 +84,8 @@ def run_trials(
         gold = (outcome.results or {}).get("gold")
         told = f"failed: {outcome.error}" if gold is None else f"gold reward {gold['estimate']:.3f}"
         logger.info("%d of %d: %s: %s", number, len(jobs), outcome.job.name, told)
+        if why := (outcome.results or {}).get("nothing_learnt"):
+            logger.warning("WARNING: %s: %s", outcome.job.name, why)
         yield outcome.job.name, outcome.results, outcome.error
 
 

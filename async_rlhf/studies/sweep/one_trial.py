@@ -44,7 +44,8 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     Returns:
         "name", "setting", "seed"; "gold", "kl", "win_rate_vs_human" (if there are human answers), "length", "ended":
         of the final policy on the held-out prompts, with intervals over prompts; "path": the same of each checkpoint;
-        "scores": gold reward of each prompt; "metrics": means of the last tenth of the batches.
+        "scores": gold reward of each prompt; "metrics": means of the last tenth of the batches; "nothing_learnt": why,
+        if no batch had a gradient.
     """
     stage = stage_of(trial)
     if (results := stage.done()) is not None:
@@ -54,7 +55,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     run = trial.run
     if trial.overwrite:
         run = replace(run, train=replace(run.train, resume=False, overwrite_output_dir=True))
-    run_train(run)
+    trained_so = run_train(run)
     trained = Path(run.train.output_dir)
     models = {POLICY: str(trained / FINAL)}
     if trial.checkpoints:
@@ -68,6 +69,8 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         **_judged(trial, models, Path(trial.folder) / "evaluation", ref_model=reference),
         "metrics": last_metrics(trained / METRICS),
     }
+    if "nothing_learnt" in trained_so:
+        results["nothing_learnt"] = trained_so["nothing_learnt"]
     stage.publish_files({}, results)
     _tidy(trained, trial.keep)
     return results

@@ -17,6 +17,7 @@ from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.rewards import GOLD_REWARD
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, REPORT
+from async_rlhf.system.errors import NothingLearntError
 from async_rlhf.system.files import write_file
 from async_rlhf.tasks.docstrings.config import DocstringsConfig, QuickstartConfig
 
@@ -117,6 +118,8 @@ def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
         started = time.monotonic()
         results[name] = function_of("train" if name in RUNS else name)(stage)
         seconds[name] = round(time.monotonic() - started, 1)
+        if "nothing_learnt" in results[name]:
+            raise NothingLearntError(f"{name}: {results[name]['nothing_learnt']}")
     return _report(Path(config.out), {"results": results, "seconds": seconds})
 
 
