@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_rlhf.config import ConfigError
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.generation.episodes.environment import Message
 from async_rlhf.generation.episodes.episode import Ask, Episode, joined
