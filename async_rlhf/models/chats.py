@@ -496,7 +496,15 @@ class ChatTemplate:
             self._warn("does not write the schemas of tools: say in a system message which there are")
         elif lacks:
             right = "leave them out, or give a tokenizer whose chat_template writes them"
-            raise ConfigError(f"the chat template cannot write {' and '.join(lacks)}; {right}")
+            raise ConfigError(f"the chat template cannot write {' and '.join(lacks)}{self._why(messages)}; {right}")
+
+    def _why(self, messages: Sequence[Message]) -> str:
+        """What the template itself says of messages that it refuses."""
+        try:
+            self._write(messages, False)
+        except FAILURES as error:
+            return f" ({error})"
+        return ""
 
     def _warn(self, what: str) -> None:
         if (str(self.tokenizer.chat_template), what) not in _WARNED:

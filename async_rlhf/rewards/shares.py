@@ -39,7 +39,7 @@ class SharedFunctions:
         samples: int,
         timeout: float | None,
         skip: bool,
-        retries: int,
+        retries: int = 0,
     ) -> Judged:
         """The rewards of all functions; without ``skip``, only up to the first that fails.
 

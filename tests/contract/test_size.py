@@ -13,7 +13,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_900, 31_850, 39_900, 16, 535
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_100, 32_100, 40_300, 16, 535
 """Each rises only with a feature, by what that feature needs."""
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

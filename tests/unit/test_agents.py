@@ -454,6 +454,9 @@ def test_what_a_request_says_is_what_happens_or_refused_with_what_would_be_right
         assert right in said
 
 
+LEAVE = "leave them out, or give a tokenizer whose chat_template writes them"
+
+
 def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     chats.chat_template = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
     found = []
@@ -468,7 +471,7 @@ def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=chats)
     with pytest.raises(EpisodeError, match="asked the policy nothing"):
         EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
-    assert found[0] == (400, "the chat template refuses these messages: roles must alternate")
+    assert found[0] == (400, "the chat template cannot write system messages (roles must alternate); " + LEAVE)
 
 
 def test_an_agent_gets_the_row_as_the_data_has_it_to_itself(tmp_path, chats):

@@ -264,7 +264,7 @@ def config(inputs, output, **changes):
         ({"bound": 1e-5}, "bound: got 1e-05; must be above the margin, which is 0.0001"),
         ({"seed": 2**32 - 8}, "seed: got 4294967288; must be smaller"),
         ({"base": {"model": "x", "train": {"output_dir": "y"}}}, "base.train.output_dir: got 'y'; must be left out"),
-        ({"held_out": {"data": "no.jsonl", "reward_funcs": ["a:b"]}}, "held_out.data: got 'no.jsonl'"),
+        ({"held_out": {"data": "no.jsonl", "reward_funcs": ["math:sqrt"]}}, "held_out.data: got 'no.jsonl'"),
         ({"held_out": {"data": "x", "judge": {"url": "http://localhost", "model": "m"}}}, "held_out.judge.url: got"),
         ({"held_out": {"data": "x", "temprature": 1}}, "held_out: .*temprature"),
         ({"held_out": {"data": "x", "seed": "y"}}, "held_out.seed: got 'y'; must be a whole number"),

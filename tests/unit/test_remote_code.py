@@ -173,6 +173,8 @@ def test_one_place_loads_by_name():
         if re.search(pattern, line) and ".eval(" not in line and not line.lstrip().startswith(('"""', "#"))
     }
     assert found == {
+        "config/import_by_name.py: "
+        'exec(compile(source, path, "exec"), module.__dict__)  # not what an older file was compiled to',
         "models/loading.py: "
         "return kind.from_pretrained(str(Path(name).expanduser()), trust_remote_code=trust, **options)",
         "models/gpu_defaults.py: model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)",
