@@ -10,14 +10,22 @@ PARALLEL = --numprocesses $(WORKERS) --max-worker-restart 0
 # Compiled once: hundreds of processes would each compile the package, and those of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-quick test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-rest test-all durations test-quick test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
 
-test: setup         ## install, then run all tests that need neither vLLM nor a GPU
-	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal
+test: setup         ## install, then run what takes half a second at most, and the laws: four minutes
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal --tier first
+
+test-rest: setup    ## all other tests that need neither vLLM nor a GPU
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal --tier rest
+
+test-all: test test-rest   ## both
+
+durations: setup    ## run all of these, and note how long each takes, which decides what make test runs
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal --record-durations
 
 test-quick: setup   ## install, then run the laws, the oracles, the golden runs, and one fault of each kind
 	$(BIN)/python -m pytest -m 'quick and not rare' $(PARALLEL)
@@ -68,7 +76,7 @@ wheel: setup        ## build the sdist and the wheel, check what is in them, and
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python scripts/wheel.py
 
-release: lint site test wheel   ## all of a release but the upload
+release: lint site test-all wheel   ## all of a release but the upload
 	@echo "to upload: $(BIN)/python -m twine upload dist/*"
 
 bench: setup        ## how much of sampling and training overlaps

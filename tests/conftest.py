@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +16,16 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, P
 
 from async_rlhf.config import OnlineConfig
 
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds of the tests that took more than :data:`SLOW`, and of all others together: pytest --record-durations."""
+SLOW = 0.5
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="store the losses of the golden runs anew")
+    tier = f"first: tests of up to {SLOW} s, and the slower ones that are marked quick; rest: the others; all of them"
+    parser.addoption("--tier", choices=["first", "rest", "all"], default="all", help=tier)
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} from this run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,10 +49,37 @@ QUICK |= {"truncation", "passes", "packing", "schedule", "dispatch", "engine", "
 """Files of laws and oracles; of faults and kills some tests are marked one by one."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in QUICK:
             item.add_marker("quick")
+    if (tier := config.option.tier) == "all":
+        return
+    slow = json.loads(DURATIONS.read_text(encoding="utf-8"))["slow"]
+    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        is_first = item.nodeid not in slow or item.get_closest_marker("quick") is not None
+        kept[is_first == (tier == "first")].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = kept[True]
+
+
+_SECONDS: dict[str, float] = defaultdict(float)
+_QUICK: set[str] = set()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _SECONDS[report.nodeid] += report.duration
+    if "quick" in report.keywords:
+        _QUICK.add(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.option.record_durations and not hasattr(session.config, "workerinput"):
+        slow = {name: round(seconds, 1) for name, seconds in sorted(_SECONDS.items()) if seconds > SLOW}
+        others = sum(_SECONDS.values()) - sum(_SECONDS[name] for name in slow)
+        found = {"others": round(others, 1), "quick": sorted(slow.keys() & _QUICK), "slow": slow}
+        DURATIONS.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
 CORE, WHOLE, TESTED, NAMES, KEYS = 25_100, 32_100, 40_300, 16, 535
 """Each rises only with a feature, by what that feature needs."""
+SECONDS = 500
+"""Of processor time that ``make test`` may take: four minutes on two cores."""
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -38,6 +41,12 @@ def test_lines():
     assert sum(n for room, n in rooms.items() if room not in ABOVE_THE_CORE) <= CORE, told
     assert sum(rooms.values()) <= WHOLE, told
     assert sum(map(lines, TESTS.rglob("*.py"))) <= TESTED
+
+
+def test_the_seconds_of_the_first_tier():
+    """Of ``make test``, added over its processes, as they were recorded last."""
+    found = json.loads((TESTS / "durations.json").read_text(encoding="utf-8"))
+    assert found["others"] + sum(found["slow"][name] for name in found["quick"]) <= SECONDS
 
 
 def test_names_at_the_top_level():
