@@ -459,7 +459,7 @@ def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     found = []
 
     def agent(client, row):
-        found.append(asked(client, messages=[{"role": "system", "content": "x"}]))
+        found.append(asked(client, messages=[{"role": "user", "content": "x"}]))
         return 1.0
 
     rows = [{"query": f"q{i}"} for i in range(8)]
@@ -468,7 +468,7 @@ def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=chats)
     with pytest.raises(EpisodeError, match="asked the policy nothing"):
         EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
-    assert found[0] == (400, "the chat template refuses these messages: roles must alternate")
+    assert found[0] == (400, "the chat template cannot write it: roles must alternate")
 
 
 def test_an_agent_gets_the_row_as_the_data_has_it_to_itself(tmp_path, chats):
