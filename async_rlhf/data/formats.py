@@ -111,12 +111,14 @@ class RowReader:
         Raises:
             ConfigError: it is neither text nor a chat; the error names the place.
         """
-        messages = self.messages(value, place)
-        return _text(value, place) if messages is None else self._prompt(messages, place, row or {})
+        if is_chat(value):
+            return self._prompt(as_messages(_without_answer(value, place), place), place, row or {})
+        return _as_written(_text(value, place), row or {})
 
-    def messages(self, value: Any, place: str) -> list[Message] | None:
-        """The messages that :meth:`prompt` spells; None of a text."""
-        return as_messages(_without_answer(value, place), place) if is_chat(value) else None
+    def messages(self, value: Any, place: str, row: Mapping[str, Any]) -> list[Message] | None:
+        """The messages that :meth:`prompt` spells; None of a text that no command has written of a chat."""
+        chat = value if is_chat(value) else row.get(MESSAGES)
+        return as_messages(_without_answer(chat, place), place) if chat else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
@@ -212,7 +214,7 @@ class RowReader:
         if is_chat(response):
             raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
         text = _text(prompt, f"{place.partition(': `')[0]}: `prompt`")
-        return (Rendered(text) if row.get(MESSAGES) is not None else text), _text(response, place)
+        return _as_written(text, row), _text(response, place)
 
     def _prompted(self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]) -> tuple[str, str]:
         """The texts of a prompt and its one answer."""
@@ -401,6 +403,11 @@ def _text(value: Any, place: str) -> str:
             f"{place} is {value[:60]!r}; must be Unicode text, without half characters (surrogates)"
         ) from error
     return value
+
+
+def _as_written(text: str, row: Mapping[str, Any]) -> str:
+    """The prompt of a row, which a command may have written of a chat."""
+    return Rendered(text) if row.get(MESSAGES) else text
 
 
 def _chat(value: Any, place: str) -> Sequence[Mapping[str, Any]]:

@@ -170,7 +170,7 @@ def with_prompt_text(columns: dict[str, Any], field: str, reader: RowReader, pla
     if field not in columns:
         del columns["prompt"]
     columns[field] = reader.prompt(value, place, columns)
-    return reader.messages(value, place)
+    return reader.messages(value, place, columns)
 
 
 def _index_type(count: int) -> type[np.signedinteger[Any]]:

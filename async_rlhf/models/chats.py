@@ -40,7 +40,10 @@ _KINDS = {
     "schemas of tools": "tools",
     "system messages": "system",
 }
+_ROLES = {"system", "user", "assistant", "tool"}
 _ASKED: Message = {"role": "user", "content": "A question."}
+_TEXTS = ("text", "input_text", "output_text", None)
+_TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
 _OPEN_THOUGHT = re.compile(r"(<think>|<\|START_THINKING\|>|\[THINK\])\s*\Z")
 _INLINE_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
@@ -95,7 +98,7 @@ def _as_text(content: Any, role: str, may_be_empty: bool, place: str) -> tuple[s
         found = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if isinstance(part, Mapping) and part.get("type") in ("thinking", "reasoning"):
             thought += str(part.get("thinking") or part.get("text") or part.get("reasoning") or "")
-        elif isinstance(found, str):
+        elif isinstance(found, str) and (isinstance(part, str) or part.get("type") in _TEXTS):
             text += found
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -121,7 +124,7 @@ def _as_call(call: Any, place: str) -> dict[str, Any]:
         right = 'must be {"function": {"name": "...", "arguments": {...}}}'
         raise ConfigError(f"{place}: a tool call is {call!r:.80}; {right}")
     rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
-    return {**rest, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return {**rest, "type": "function", "function": {"name": name, "arguments": _without_nulls(arguments)}}
 
 
 def _named(write: Callable[..., str]) -> Callable[..., str]:
@@ -166,6 +169,9 @@ class Setting:
             right = 'must be a mapping, such as {"enable_thinking": false}'
             raise ConfigError(f"{place}: `chat_template_kwargs` is {arguments!r:.80}; {right}")
         given = {name: value for name, value in named.items() if value is not None}
+        if taken := sorted(_TAKEN & {*given}):
+            right = "the template gets these from the row's own columns, or from the command"
+            raise ConfigError(f"{place}: `chat_template_kwargs` has {', '.join(taken)}; must not: {right}")
         return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **given})
 
 
@@ -464,7 +470,7 @@ class ChatTemplate:
         return self._form.thought is not None
 
     def writes(self, what: str) -> bool:
-        """Whether the template writes "system" messages, "tool_calls", "tool" messages, or schemas ("tools")."""
+        """Whether the template writes "tool_calls", schemas ("tools"), or messages of any role, such as "system"."""
         if what not in self._can:
             self._can[what] = self._probed(what)
         return self._can[what]
@@ -473,7 +479,6 @@ class ChatTemplate:
         called = self._marked([{"role": "tool", "content": ""}])
         reply: Message = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _MARK}
         chat: dict[str, list[Message]] = {
-            "system": [{"role": "system", "content": _MARK}, _ASKED],
             "tool_calls": [_ASKED, called],
             "tool": [_ASKED, _without_mark(called), reply],
             "tools": [_ASKED],
@@ -481,7 +486,8 @@ class ChatTemplate:
         schema = {"name": _MARK, "description": "It is so.", "parameters": {"type": "object", "properties": {}}}
         schemas = [{"type": "function", "function": schema}] if what == "tools" else self.setting.tools
         try:
-            return _MARK in self._write(chat[what], what != "tool_calls", schemas)
+            said = chat.get(what, [{"role": what, "content": _MARK}, _ASKED])
+            return _MARK in self._write(said, what != "tool_calls", schemas)
         except FAILURES:
             return False
 
@@ -491,7 +497,9 @@ class ChatTemplate:
         roles = {message["role"] for message in messages}
         asked = {"tool calls": calls, "messages of tools": "tool" in roles}
         asked |= {"schemas of tools": bool(self.setting.tools), "system messages": "system" in roles}
-        lacks = [what for what, there in asked.items() if there and not self.writes(_KINDS[what])]
+        asked |= {f"messages of role {role!r}": True for role in sorted(roles - _ROLES)}
+        kinds = _KINDS | {f"messages of role {role!r}": role for role in roles - _ROLES}
+        lacks = [what for what, there in asked.items() if there and not self.writes(kinds[what])]
         if lacks == ["schemas of tools"]:
             self._warn("does not write the schemas of tools: say in a system message which there are")
         elif lacks:
