@@ -235,7 +235,7 @@ class RowReader:
         if self.tokenizer is None or not self.template.exists:
             raise ConfigError(
                 f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text "
-                "(sft adds one: chat_template)"
+                "(sft adds one: chat_template; relabel takes that of reward_tokenizer)"
             )
         return self.template.of_row(row, place)
 
@@ -298,6 +298,13 @@ def prompt_identity(value: Any, place: str) -> str:
     if len(chat) == 1:
         return str(chat[0]["content"])
     return json.dumps([[message["role"], message["content"]] for message in chat])
+
+
+def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | None:
+    """The messages of the prompt of a pair, of which ``side`` is `chosen` or `rejected`; None of texts."""
+    given = next((row.get(name) for name in (MESSAGES, "prompt") if is_chat(row.get(name))), None)
+    chat = given or (row[side] if is_chat(row[side]) else None)
+    return as_messages(_without_answer(chat, place), place) if chat else None
 
 
 def prompt_of(row: Mapping[str, Any], field: str) -> Any:

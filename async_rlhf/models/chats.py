@@ -33,6 +33,8 @@ Message = dict[str, Any]
 [{"type": "function", "function": {"name": ..., "arguments": {...}}}]."""
 Schemas = Sequence[Mapping[str, Any]]
 
+ROW_SETTING = ("tools", "chat_template_kwargs")
+"""The columns that say how a row's chat is written."""
 _MARK = "Zq7Marker7qZ"
 _KINDS = {
     "tool calls": "tool_calls",
@@ -58,6 +60,11 @@ def is_chat(value: Any) -> bool:
     """Whether a column's value is a list of messages."""
     messages = isinstance(value, (list, tuple)) and len(value) > 0
     return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+def setting_of(row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+    """The columns that say how the row's prompt is written; none if it is text."""
+    return {name: row[name] for name in ROW_SETTING if row.get(name)} if is_chat(prompt) else {}
 
 
 def as_messages(value: Iterable[Mapping[str, Any]], place: str) -> list[Message]:
@@ -157,7 +164,7 @@ class Setting:
         Raises:
             ConfigError: they are neither lists of schemas nor a mapping, or the JSON of these.
         """
-        tools, arguments = row.get("tools"), row.get("chat_template_kwargs")
+        tools, arguments = map(row.get, ROW_SETTING)
         if not tools and not arguments:
             return self
         found = _loaded(tools, f"{place}: `tools`") or ()
