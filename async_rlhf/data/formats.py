@@ -309,7 +309,12 @@ def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | N
 
 def prompt_of(row: Mapping[str, Any], field: str) -> Any:
     """The prompt of a row: its column of that name, or `prompt` where there is no `query`."""
-    return row["prompt"] if field == "query" and "query" not in row and "prompt" in row else row.get(field)
+    return row.get(other_column(row, field) or field)
+
+
+def other_column(row: Mapping[str, Any], field: str) -> str | None:
+    """The column that stands for ``field`` in a row that lacks it, if one does."""
+    return "prompt" if field == "query" and "query" not in row and "prompt" in row else None
 
 
 def first_words(rows: Rows, words: int, key: str) -> Rows:
@@ -394,8 +399,7 @@ def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int |
 def check_prompts(rows: Rows, field: str, key: str, source: str = "the data set") -> None:
     """Require a prompt in every row; see :func:`prompt_of`."""
     if not has_all(rows, field):  # known without reading a row
-        is_prompt = field == "query" and "query" not in rows[0] and "prompt" in rows[0]
-        check_columns(rows, ["prompt" if is_prompt else field], key, source)
+        check_columns(rows, [other_column(rows[0], field) or field], key, source)
 
 
 def _text(value: Any, place: str) -> str:
