@@ -41,6 +41,8 @@ class Prompt:
     """The row's columns, for reward functions and environments."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The chat that the tokens spell; None if the row has a text."""
+    column: str | None = None
+    """The data's name of the column with the prompt, if `columns` has it under another."""
 
 
 @dataclass(frozen=True, slots=True)

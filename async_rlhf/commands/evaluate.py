@@ -42,6 +42,7 @@ from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.formats import MESSAGES
 from async_rlhf.data.loading import check_columns
+from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.data.tokenizer import TEXT, Rendered, encode_responses, split_text, strip_end
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
@@ -245,12 +246,8 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
 
 
 def _conversations(lines: Sequence[Generation], one: _Answers) -> dict[str, list[Any]]:
-    """See :func:`~async_rlhf.data.rendering.conversations`; of the human's answers their texts."""
-    if all(line.said is None for line in lines):
-        return {}
-    said = one.said or [[{"role": "assistant", "content": text}] for text in one.texts]
-    asked = [line.columns.get(MESSAGES) or [] for line in lines]
-    return {"messages": [[*a, *b] for a, b in zip(asked, said, strict=True)], "completion_messages": said}
+    """See :func:`~async_rlhf.data.rendering.conversations`."""
+    return as_columns([line.columns.get(MESSAGES) or () for line in lines], one.said) if one.said else {}
 
 
 def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Source]:
@@ -286,6 +283,11 @@ def _answers(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ra
     return given
 
 
+def _said_in(lines: Sequence[Generation]) -> Sequence[Generation]:
+    """All of them if one has messages, else none."""
+    return lines if any(line.said is not None for line in lines) else ()
+
+
 def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
     return _Answers(
         texts=[line.completion for line in lines],
@@ -295,7 +297,7 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
         logprobs=[sum(line.logprobs) for line in lines],
         episodes=[line.episode for line in lines if line.episode is not None],
         played=played(lines),
-        said=[line.said for line in lines if line.said is not None],
+        said=[line.said or [{"role": "assistant", "content": line.completion}] for line in _said_in(lines)],
     )
 
 
@@ -339,7 +341,12 @@ def _human_answers(lines: Sequence[Generation], chat: ChatTemplate) -> _Answers 
     texts = [strip_end(chat, text) for text in texts]
     encoded = zip(lines, encode_responses(chat, texts), strict=True)
     encoded_rows = [EncodedRow(line.prompt_tokens + response, len(line.prompt_tokens)) for line, response in encoded]
-    return _Answers(texts, [True] * len(texts), encoded_rows)
+    renderer = Renderer(chat.tokenizer, (), chat)
+    said = [
+        [renderer.of_row(line.columns, f"data: row {line.row + 1}").read(text, line.query)]
+        for line, text in zip(_said_in(lines), texts, strict=False)
+    ]
+    return _Answers(texts, [True] * len(texts), encoded_rows, said=said)
 
 
 def _compared(

@@ -21,7 +21,7 @@ from async_rlhf.data.rendering import Renderer, conversations
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
-from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.models.chats import ChatTemplate, setting_of
 from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.quantised import require_bitsandbytes
@@ -114,6 +114,7 @@ def best_and_worst(
         for best, worst in zip(best_first[:pairs_per_prompt], worst_first, strict=False):
             if scores[best] > scores[worst]:
                 chat = {} if prompt.messages is None else {MESSAGES: list(prompt.messages)}
+                chat |= setting_of(prompt.columns, prompt.messages)
                 pairs.append(
                     {
                         "prompt": prompt.columns[prompt_field],

@@ -32,7 +32,7 @@ from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.ratings import draw_pairs, read_ratings, require_different
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.models.chats import ChatTemplate, setting_of
 from async_rlhf.models.forward import score_rows
 from async_rlhf.types import Experience
 
@@ -190,7 +190,7 @@ def run_pairs_from_ratings(config: PairsConfig) -> dict[str, float]:
     ratings = read_ratings(rows, field, key).tolist()
     require_different(ratings, field, key)
     parts = [demonstration_parts(row, f"{key}: row {number}") for number, row in enumerate(rows, start=1)]
-    drawn, possible = _drawn(_sides(parts, config.eval_fraction), ratings, config)
+    drawn, possible = _drawn(_sides(rows, parts, config.eval_fraction), ratings, config)
     pairs = [_pair(better, worse, rows, parts, ratings) for better, worse in drawn]
     margins = [pair["chosen_score"] - pair["rejected_score"] for pair in pairs]
     found = {"rows": len(rows), "dropped": count - len(rows), "possible": possible, "pairs": len(pairs)}
@@ -200,16 +200,17 @@ def run_pairs_from_ratings(config: PairsConfig) -> dict[str, float]:
     return results
 
 
-def _sides(parts: Sequence[tuple[Any, Any, str]], eval_fraction: float) -> list[list[list[int]]]:
+def _sides(rows: Rows, parts: Sequence[tuple[Any, Any, str]], eval_fraction: float) -> list[list[list[int]]]:
     """Numbers of the rows that may be paired: those of one prompt, and of texts without one those on the same side of
     ``reward``'s split. That splits prompts by itself, so all groups with prompts are in the first list.
     """
     texts = [response for prompt, response, _ in parts if prompt == ""]
     held = held_out_names(texts, eval_fraction, "from_ratings") if texts else set()
     sides: tuple[dict[str, list[int]], dict[str, list[int]]] = ({}, {})
-    for number, (prompt, response, _) in enumerate(parts):
+    for number, (row, (prompt, response, _)) in enumerate(zip(rows, parts, strict=True)):
         side = sides[prompt == "" and response in held]
-        side.setdefault(json.dumps(prompt, default=str), []).append(number)
+        about = json.dumps([prompt, setting_of(row, prompt)], default=str)
+        side.setdefault(about, []).append(number)
     return [list(side.values()) for side in sides]
 
 
@@ -237,7 +238,7 @@ def _pair(
     better: int, worse: int, rows: Rows, parts: Sequence[tuple[Any, Any, str]], ratings: Sequence[float]
 ) -> dict[str, Any]:
     prompt = parts[better][0]
-    pair = {} if prompt == "" else {"prompt": prompt}
+    pair = {} if prompt == "" else {"prompt": prompt, **setting_of(rows[better], prompt)}
     pair |= {"chosen": parts[better][1], "rejected": parts[worse][1]}
     pair |= {"chosen_score": ratings[better], "rejected_score": ratings[worse]}
     for side, number in (("chosen", better), ("rejected", worse)):

@@ -12,10 +12,12 @@ from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.commands.evaluation.statistics import wilson
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
-from async_rlhf.data.formats import RowReader
+from async_rlhf.data.formats import RowReader, asked_of
 from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
+from async_rlhf.models.chats import Message
 from async_rlhf.models.quantised import require_bitsandbytes
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ def relabel(
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
         ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
         logger.info("relabel: scoring the %s side of %d pairs", side, len(rows))
-        scores.append(judge(prompts, columns, texts, ended))
+        scores.append(judge(prompts, columns, texts, ended, _conversations(rows, side, prompts, texts, judge, key)))
     ties = sum(chosen == rejected for chosen, rejected in zip(*scores, strict=True))
     swapped = sum(chosen < rejected for chosen, rejected in zip(*scores, strict=True))
     written = [
@@ -98,6 +100,22 @@ def relabel(
     margins = [row["chosen_score"] - row["rejected_score"] for row in written]
     counts = {"pairs": len(rows), "ties": ties, "swapped": swapped, "agreement": agreement, "written": len(written)}
     return written, {**counts, "score_margin": sum(margins) / max(1, len(margins))}
+
+
+def _conversations(
+    rows: Rows, side: str, prompts: Sequence[str], texts: Sequence[str], judge: RewardJudge, key: str
+) -> dict[str, Any]:
+    """What functions get of chats: see :func:`~async_rlhf.data.rendering.conversations`."""
+    asked = [asked_of(row, side, f"{key}: row {number}") for number, row in enumerate(rows, 1)]
+    if not any(asked):
+        return {}
+    if judge.tokenizer is None:  # then they are texts that `pairs` has written
+        said: list[Message] = [{"role": "assistant", "content": text} for text in texts]
+    else:
+        renderer = Renderer(judge.tokenizer, (), judge.chat)
+        each = zip(rows, texts, prompts, strict=True)
+        said = [renderer.of_row(row, key).read(text, prompt) for row, text, prompt in each]
+    return as_columns([chat or () for chat in asked], [[message] for message in said])
 
 
 def _relabelled(row: dict[str, Any], chosen: float, rejected: float) -> dict[str, Any]:

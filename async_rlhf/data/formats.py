@@ -111,12 +111,14 @@ class RowReader:
         Raises:
             ConfigError: it is neither text nor a chat; the error names the place.
         """
-        messages = self.messages(value, place)
-        return _text(value, place) if messages is None else self._prompt(messages, place, row or {})
+        if is_chat(value):
+            return self._prompt(as_messages(_without_answer(value, place), place), place, row or {})
+        return _as_written(_text(value, place), row or {})
 
-    def messages(self, value: Any, place: str) -> list[Message] | None:
-        """The messages that :meth:`prompt` spells; None of a text."""
-        return as_messages(_without_answer(value, place), place) if is_chat(value) else None
+    def messages(self, value: Any, place: str, row: Mapping[str, Any]) -> list[Message] | None:
+        """The messages that :meth:`prompt` spells; None of a text that no command has written of a chat."""
+        chat = value if is_chat(value) else row.get(MESSAGES)
+        return as_messages(_without_answer(chat, place), place) if chat else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
@@ -212,7 +214,7 @@ class RowReader:
         if is_chat(response):
             raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
         text = _text(prompt, f"{place.partition(': `')[0]}: `prompt`")
-        return (Rendered(text) if row.get(MESSAGES) is not None else text), _text(response, place)
+        return _as_written(text, row), _text(response, place)
 
     def _prompted(self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]) -> tuple[str, str]:
         """The texts of a prompt and its one answer."""
@@ -233,7 +235,7 @@ class RowReader:
         if self.tokenizer is None or not self.template.exists:
             raise ConfigError(
                 f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text "
-                "(sft adds one: chat_template)"
+                "(sft adds one: chat_template; relabel takes that of reward_tokenizer)"
             )
         return self.template.of_row(row, place)
 
@@ -298,9 +300,21 @@ def prompt_identity(value: Any, place: str) -> str:
     return json.dumps([[message["role"], message["content"]] for message in chat])
 
 
+def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | None:
+    """The messages of the prompt of a pair, of which ``side`` is `chosen` or `rejected`; None of texts."""
+    given = next((row.get(name) for name in (MESSAGES, "prompt") if is_chat(row.get(name))), None)
+    chat = given or (row[side] if is_chat(row[side]) else None)
+    return as_messages(_without_answer(chat, place), place) if chat else None
+
+
 def prompt_of(row: Mapping[str, Any], field: str) -> Any:
     """The prompt of a row: its column of that name, or `prompt` where there is no `query`."""
-    return row["prompt"] if field == "query" and "query" not in row and "prompt" in row else row.get(field)
+    return row.get(other_column(row, field) or field)
+
+
+def other_column(row: Mapping[str, Any], field: str) -> str | None:
+    """The column that stands for ``field`` in a row that lacks it, if one does."""
+    return "prompt" if field == "query" and "query" not in row and "prompt" in row else None
 
 
 def first_words(rows: Rows, words: int, key: str) -> Rows:
@@ -385,8 +399,7 @@ def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int |
 def check_prompts(rows: Rows, field: str, key: str, source: str = "the data set") -> None:
     """Require a prompt in every row; see :func:`prompt_of`."""
     if not has_all(rows, field):  # known without reading a row
-        is_prompt = field == "query" and "query" not in rows[0] and "prompt" in rows[0]
-        check_columns(rows, ["prompt" if is_prompt else field], key, source)
+        check_columns(rows, [other_column(rows[0], field) or field], key, source)
 
 
 def _text(value: Any, place: str) -> str:
@@ -401,6 +414,11 @@ def _text(value: Any, place: str) -> str:
             f"{place} is {value[:60]!r}; must be Unicode text, without half characters (surrogates)"
         ) from error
     return value
+
+
+def _as_written(text: str, row: Mapping[str, Any]) -> str:
+    """The prompt of a row, which a command may have written of a chat."""
+    return Rendered(text) if row.get(MESSAGES) else text
 
 
 def _chat(value: Any, place: str) -> Sequence[Mapping[str, Any]]:

@@ -97,7 +97,10 @@ class Renderer:
     def message(self, tokens: Sequence[int], before: Sequence[int]) -> Message:
         """What the policy wrote, after these tokens. Special tokens are a part of it: calls may be made of them."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
-        prefix = self.tokenizer.decode(list(before)[-_TAIL:])
+        return self.read(text, self.tokenizer.decode(list(before)[-_TAIL:]))
+
+    def read(self, text: str, prefix: str) -> Message:
+        """The same of a text without the token that ends it, and of the end of its prompt."""
         parse = self._parser.parse if self.template.setting.tools else self._parser.thought
         return parse(text, prefix)
 
@@ -114,8 +117,15 @@ def conversations(
     if all(prompt.messages is None for prompt in prompts) and all(sample.messages is None for sample in samples):
         return {}
     said = [said_of(renderer, prompt, sample) for prompt, sample in zip(prompts, samples, strict=True)]
-    asked = [[*map(dict, prompt.messages or ())] for prompt in prompts]
-    return {"messages": [[*a, *b] for a, b in zip(asked, said, strict=True)], "completion_messages": said}
+    return as_columns([prompt.messages or () for prompt in prompts], said)
+
+
+def as_columns(
+    asked: Sequence[Sequence[Mapping[str, Any]]], said: Sequence[Sequence[Message]]
+) -> dict[str, list[list[Message]]]:
+    """The columns of :func:`conversations`, of prompts and of what came after them."""
+    whole = [[*map(dict, before), *after] for before, after in zip(asked, said, strict=True)]
+    return {"messages": whole, "completion_messages": [*map(list, said)]}
 
 
 def said_of(renderer: Renderer, prompt: Prompt, sample: Sample) -> list[Message]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
-from async_rlhf.data.formats import RowReader, check_prompts, prompt_of
+from async_rlhf.data.formats import RowReader, check_prompts, other_column, prompt_of
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import begun
@@ -89,7 +89,7 @@ class PromptStream:
         reader = RowReader(tokenizer, key, tools, chat)
 
         def read(row: Mapping[str, Any], number: int) -> Part:
-            place = f"{key}: {prompt_field!r} of row {number}"
+            place = f"{key}: {(other_column(row, prompt_field) or prompt_field)!r} of row {number}"
             return Part((begun(tokenizer, reader.prompt(prompt_of(row, prompt_field), place, row)),))
 
         self.rows = rows
@@ -150,8 +150,9 @@ class PromptStream:
         """One of the prompts of an epoch, which are numbered from 0 in the order of the rows, as what a draw gives."""
         row = int(self._kept[number])
         columns: dict[str, Any] = dict(self.rows[row])
+        column = other_column(columns, self._field)
         messages = with_prompt_text(columns, self._field, self._reader, f"{self._field!r} of row {row + 1}")
-        return Prompt(draw, row, self._tokens[row], columns, messages)
+        return Prompt(draw, row, self._tokens[row], columns, messages, column)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
         """The prompts of batch ``index``, which counts from 1."""
@@ -170,7 +171,7 @@ def with_prompt_text(columns: dict[str, Any], field: str, reader: RowReader, pla
     if field not in columns:
         del columns["prompt"]
     columns[field] = reader.prompt(value, place, columns)
-    return reader.messages(value, place)
+    return reader.messages(value, place, columns)
 
 
 def _index_type(count: int) -> type[np.signedinteger[Any]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import digest_of
-from async_rlhf.data.formats import RowReader, prompt_of
+from async_rlhf.data.formats import RowReader, other_column, prompt_of
 from async_rlhf.data.stream import with_prompt_text
 from async_rlhf.data.tokenizer import encode_prompts
 from async_rlhf.models.chats import ChatTemplate, Schemas
@@ -126,13 +126,14 @@ class UnsizedPrompts:
                 )
 
     def _prompt(self, draw: int, row: int, columns: dict[str, Any]) -> Prompt:
-        value, place = prompt_of(columns, self._field), f"{self._key}: {self._field!r} of row {row + 1}"
+        column = other_column(columns, self._field)
+        value, place = prompt_of(columns, self._field), f"{self._key}: {(column or self._field)!r} of row {row + 1}"
         if value is None:
             right = f"must have a prompt there (prompt_field); it has {', '.join(map(repr, columns))}"
             raise ConfigError(f"{place} is {'null' if self._field in columns else 'missing'}; {right}")
         messages = with_prompt_text(columns, self._field, self._reader, place)
         (tokens,) = encode_prompts(self._tokenizer, [columns[self._field]])
-        return Prompt(draw, row, tokens, columns, messages)
+        return Prompt(draw, row, tokens, columns, messages, column)
 
     def _endless(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Every row with its number in its epoch, from 0."""

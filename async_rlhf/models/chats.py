@@ -33,6 +33,8 @@ Message = dict[str, Any]
 [{"type": "function", "function": {"name": ..., "arguments": {...}}}]."""
 Schemas = Sequence[Mapping[str, Any]]
 
+ROW_SETTING = ("tools", "chat_template_kwargs")
+"""The columns that say how a row's chat is written."""
 _MARK = "Zq7Marker7qZ"
 _KINDS = {
     "tool calls": "tool_calls",
@@ -40,12 +42,17 @@ _KINDS = {
     "schemas of tools": "tools",
     "system messages": "system",
 }
+_ROLES = {"system", "user", "assistant", "tool"}
 _ASKED: Message = {"role": "user", "content": "A question."}
+_TEXTS = ("text", "input_text", "output_text", None)
+_TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
 _OPEN_THOUGHT = re.compile(r"(<think>|<\|START_THINKING\|>|\[THINK\])\s*\Z")
 _INLINE_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
 _KEPT = 1000
 """Most settings, and texts between answers, that are remembered."""
+_OF_ALL_TOOLS = ("_form", "_special", "_closing", "_two_calls", "end", "lead", "end_of_calls", "ends")
+"""What is found out once, whatever tools a chat is written with."""
 _WARNED: set[tuple[str, str]] = set()
 _STARTS = "must be one whose prompts (add_generation_prompt) are the start of the whole"
 FAILURES = (TemplateError, TypeError, KeyError, IndexError, ValueError, AttributeError, RecursionError)
@@ -55,6 +62,11 @@ def is_chat(value: Any) -> bool:
     """Whether a column's value is a list of messages."""
     messages = isinstance(value, (list, tuple)) and len(value) > 0
     return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+def setting_of(row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
+    """The columns that say how the row's prompt is written; none if it is text."""
+    return {name: row[name] for name in ROW_SETTING if row.get(name)} if is_chat(prompt) else {}
 
 
 def as_messages(value: Iterable[Mapping[str, Any]], place: str) -> list[Message]:
@@ -95,7 +107,7 @@ def _as_text(content: Any, role: str, may_be_empty: bool, place: str) -> tuple[s
         found = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if isinstance(part, Mapping) and part.get("type") in ("thinking", "reasoning"):
             thought += str(part.get("thinking") or part.get("text") or part.get("reasoning") or "")
-        elif isinstance(found, str):
+        elif isinstance(found, str) and (isinstance(part, str) or part.get("type") in _TEXTS):
             text += found
         else:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -121,7 +133,7 @@ def _as_call(call: Any, place: str) -> dict[str, Any]:
         right = 'must be {"function": {"name": "...", "arguments": {...}}}'
         raise ConfigError(f"{place}: a tool call is {call!r:.80}; {right}")
     rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
-    return {**rest, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    return {**rest, "type": "function", "function": {"name": name, "arguments": _without_nulls(arguments)}}
 
 
 def _named(write: Callable[..., str]) -> Callable[..., str]:
@@ -154,7 +166,7 @@ class Setting:
         Raises:
             ConfigError: they are neither lists of schemas nor a mapping, or the JSON of these.
         """
-        tools, arguments = row.get("tools"), row.get("chat_template_kwargs")
+        tools, arguments = map(row.get, ROW_SETTING)
         if not tools and not arguments:
             return self
         found = _loaded(tools, f"{place}: `tools`") or ()
@@ -166,6 +178,9 @@ class Setting:
             right = 'must be a mapping, such as {"enable_thinking": false}'
             raise ConfigError(f"{place}: `chat_template_kwargs` is {arguments!r:.80}; {right}")
         given = {name: value for name, value in named.items() if value is not None}
+        if taken := sorted(_TAKEN & {*given}):
+            right = "the template gets these from the row's own columns, or from the command"
+            raise ConfigError(f"{place}: `chat_template_kwargs` has {', '.join(taken)}; must not: {right}")
         return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **given})
 
 
@@ -231,8 +246,11 @@ class ChatTemplate:
             return self
         name = json.dumps([list(setting.tools), setting.arguments], default=str)
         if name not in self._others:
-            self._others = {**self._others, name: ChatTemplate(self.tokenizer, self.config, self.now, setting)}
-            self._others = dict([*self._others.items()][-_KEPT:])
+            other = ChatTemplate(self.tokenizer, self.config, self.now, setting)
+            if setting.arguments == self.setting.arguments:  # each row may have tools of its own
+                other._can = self._can
+                vars(other).update({name: getattr(self, name) for name in _OF_ALL_TOOLS})
+            _keep(self._others, name, other)
         return self._others[name]
 
     def of_row(self, row: Mapping[str, Any], place: str) -> ChatTemplate:
@@ -305,7 +323,7 @@ class ChatTemplate:
         """
         known = json.dumps([dict(message) for message in messages], default=str), stop
         if known not in self._texts:
-            self._texts = dict([*self._texts.items(), (known, self._text_between(messages, stop))][-_KEPT:])
+            _keep(self._texts, known, self._text_between(messages, stop))
         return self._texts[known]
 
     @_named
@@ -464,7 +482,7 @@ class ChatTemplate:
         return self._form.thought is not None
 
     def writes(self, what: str) -> bool:
-        """Whether the template writes "system" messages, "tool_calls", "tool" messages, or schemas ("tools")."""
+        """Whether the template writes "tool_calls", schemas ("tools"), or messages of any role, such as "system"."""
         if what not in self._can:
             self._can[what] = self._probed(what)
         return self._can[what]
@@ -473,7 +491,6 @@ class ChatTemplate:
         called = self._marked([{"role": "tool", "content": ""}])
         reply: Message = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _MARK}
         chat: dict[str, list[Message]] = {
-            "system": [{"role": "system", "content": _MARK}, _ASKED],
             "tool_calls": [_ASKED, called],
             "tool": [_ASKED, _without_mark(called), reply],
             "tools": [_ASKED],
@@ -481,7 +498,8 @@ class ChatTemplate:
         schema = {"name": _MARK, "description": "It is so.", "parameters": {"type": "object", "properties": {}}}
         schemas = [{"type": "function", "function": schema}] if what == "tools" else self.setting.tools
         try:
-            return _MARK in self._write(chat[what], what != "tool_calls", schemas)
+            said = chat.get(what, [{"role": what, "content": _MARK}, _ASKED])
+            return _MARK in self._write(said, what != "tool_calls", schemas)
         except FAILURES:
             return False
 
@@ -491,7 +509,9 @@ class ChatTemplate:
         roles = {message["role"] for message in messages}
         asked = {"tool calls": calls, "messages of tools": "tool" in roles}
         asked |= {"schemas of tools": bool(self.setting.tools), "system messages": "system" in roles}
-        lacks = [what for what, there in asked.items() if there and not self.writes(_KINDS[what])]
+        asked |= {f"messages of role {role!r}": True for role in sorted(roles - _ROLES)}
+        kinds = _KINDS | {f"messages of role {role!r}": role for role in roles - _ROLES}
+        lacks = [what for what, there in asked.items() if there and not self.writes(kinds[what])]
         if lacks == ["schemas of tools"]:
             self._warn("does not write the schemas of tools: say in a system message which there are")
         elif lacks:
@@ -571,6 +591,12 @@ def _formed(message: Message, form: _Form) -> Message:
 
 def _without_mark(message: Message) -> Message:
     return json.loads(json.dumps(message).replace(_MARK, "x"))
+
+
+def _keep(remembered: dict[Any, Any], name: Any, value: Any) -> None:
+    if len(remembered) >= _KEPT:
+        remembered.clear()
+    remembered[name] = value
 
 
 def _common(first: str, second: str) -> str:

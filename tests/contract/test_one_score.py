@@ -12,7 +12,9 @@ from tiny import byte_tokenizer, new_policy, new_reward_model
 from transformers import GenerationConfig
 
 from async_rlhf import OnlineDPOConfig
+from async_rlhf.commands.evaluate import _conversations, _human_answers
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.generate import Generation
 from async_rlhf.commands.ratings import encode_ratings
 from async_rlhf.commands.relabel import relabel
 from async_rlhf.commands.reward import encode_pairs
@@ -29,6 +31,10 @@ from async_rlhf.types import Batch, Group, Sample
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}END\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+THOUGHTFUL = (
+    "{% if m.role == 'assistant' and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<eos>"
 )
 KINDS = {
     "eos ends a turn": CHATML.replace("END", "<eos>"),
@@ -118,3 +124,39 @@ def test_sft_learns_what_sampling_stops_at(folder, form):
     assert end in stop_token_ids(new_policy(vocab_size=len(tokenizer)), tokenizer)
     inner = "<|end|>" if "<|end|><eos>" in str(tokenizer.chat_template) and form == "chat" else ""
     assert tokenizer.decode(said) == "21" + inner
+
+
+@pytest.mark.quick
+def test_functions_get_the_same_messages_everywhere(tmp_path):
+    """Of one chat with one answer, which has thought first: in training, of pairs in each form, and of a human."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}END", THOUGHTFUL)
+    asked, text = [{"role": "user", "content": "17+4?"}], "<think>it is odd</think>21"
+    answer = [{"role": "assistant", "content": "21", "reasoning_content": "it is odd"}]
+    (prompt,) = PromptStream([{"query": asked}], tokenizer, shuffle=False).batch(1, 1)
+    seen = []
+
+    def judged(prompts, completions, messages, completion_messages, **columns):
+        seen.append((prompts[0], completions[0], messages[0], completion_messages[0]))
+        return [0.0] * len(prompts)
+
+    tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    sample = Sample.answer(prompt.tokens, tokens, [0] * len(tokens), [0] * len(tokens), "stop")
+    Scorer(tokenizer, OnlineDPOConfig(), reward_funcs=[judged])(Batch(1, 0, (Group(prompt, (sample,)),), 0.0))
+    judge = RewardJudge(None, [], 1, "cpu")
+    judge.functions, judge.tokenizer, judge.chat = [judged], tokenizer, ChatTemplate(tokenizer)
+    sides = {"chosen": answer, "rejected": text}
+    for row in (
+        {"prompt": asked} | sides,
+        {"prompt": str(prompt.columns["query"]), MESSAGES: asked, "chosen": text, "rejected": text},
+        {"chosen": asked + answer, "rejected": asked + answer},
+    ):
+        relabel([row], judge, "data")
+    line = Generation(str(prompt.columns["query"]), "", "stop", (), (), prompt.tokens, 0, {}, None, [])
+    line.columns.update({MESSAGES: asked, "reference_response": text})
+    human = _human_answers([line], judge.chat)
+    more = _conversations([line], human)
+    judge([line.query], [line.columns], human.texts, [True], more)
+    assert len(seen) == 8
+    assert seen[0] == (str(prompt.columns["query"]), text, asked + answer, answer)
+    assert all(one == seen[0] for one in seen)

@@ -42,13 +42,13 @@ def chats():
     return tokenizer
 
 
-def sampled(tmp_path, tokenizer, agent, count=4, samples=2, **generation):
+def sampled(tmp_path, tokenizer, agent, count=4, samples=2, column="query", **generation):
     """The samples of some prompts, by a new policy with an agent."""
     generation = {"response_length": 6, "max_turns": 3, "episode_length": 60, "stop_token_ids": STOPS[1:], **generation}
     args = new_args(
         tmp_path, generation=generation, samples_per_prompt=samples, **({"reward_errors": "skip"} if count < 0 else {})
     )
-    rows = [{"query": [{"role": "user", "content": f"q{i}"}], "number": i} for i in range(8)]
+    rows = [{column: [{"role": "user", "content": f"q{i}"}], "number": i} for i in range(8)]
     policy = new_policy(max_position_embeddings=160)
     trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=tokenizer)
     prompts = [trainer.run.prompts.stream.prompt(n) for n in range(abs(count))]
@@ -454,15 +454,12 @@ def test_what_a_request_says_is_what_happens_or_refused_with_what_would_be_right
         assert right in said
 
 
-LEAVE = "leave them out, or give a tokenizer whose chat_template writes them"
-
-
 def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     chats.chat_template = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
     found = []
 
     def agent(client, row):
-        found.append(asked(client, messages=[{"role": "system", "content": "x"}]))
+        found.append(asked(client, messages=[{"role": "user", "content": "x"}]))
         return 1.0
 
     rows = [{"query": f"q{i}"} for i in range(8)]
@@ -471,21 +468,23 @@ def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=chats)
     with pytest.raises(EpisodeError, match="asked the policy nothing"):
         EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
-    assert found[0] == (400, "the chat template cannot write system messages (roles must alternate); " + LEAVE)
+    assert found[0] == (400, "the chat template cannot write it: roles must alternate")
 
 
-def test_an_agent_gets_the_row_as_the_data_has_it_to_itself(tmp_path, chats):
+@pytest.mark.parametrize("column", ["query", "prompt"])
+def test_an_agent_gets_the_row_as_the_data_has_it_to_itself(tmp_path, chats, column):
     """The chat, not what the template makes of it; and what it changes there changes nothing."""
     rows = []
 
     async def agent(client, row):
-        rows.append(row["query"][0]["content"])
-        chat = row["query"]
+        assert set(row) == {column, "number"}
+        rows.append(row[column][0]["content"])
+        chat = row[column]
         chat.append(await client.chat(chat))
         chat[-1]["content"] = "changed"
         return 1.0
 
-    prompts, found = sampled(tmp_path, chats, agent)
+    prompts, found = sampled(tmp_path, chats, agent, column=column)
     assert sorted(rows) == sorted(f"q{prompt.columns['number']}" for prompt in prompts for _ in range(2))
     for prompt, samples in zip(prompts, found, strict=True):
         assert len(prompt.messages) == 1

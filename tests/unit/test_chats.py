@@ -15,7 +15,7 @@ from tiny import byte_tokenizer
 from async_rlhf.config import ConfigError
 from async_rlhf.config.common import ChatConfig
 from async_rlhf.data.calls import CallParser
-from async_rlhf.data.formats import RowReader, identity, prompt_identity
+from async_rlhf.data.formats import MESSAGES, RowReader, identity, prompt_identity
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import encode_prompts, encode_responses
@@ -134,6 +134,11 @@ def test_another_end_than_the_templates_is_followed_by_the_templates(chat, kind)
         ),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", [ASKED, CALLED], "tool calls"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}", [ASKED, REPLY], "messages of tools"),
+        (
+            "{% for m in messages if m.role in ('system', 'user', 'assistant') %}{{ m.content }}{% endfor %}",
+            [{**SYSTEM, "role": "developer"}, ASKED],
+            "messages of role 'developer'",
+        ),
     ],
 )
 def test_what_a_template_cannot_write_is_named(template, messages, lacks):
@@ -191,6 +196,12 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
         assert one.tokens == spelt.tokens == (bos, *tokenizer.encode("ab", add_special_tokens=False))
         assert one.columns["query"] == "ab"
         assert chat.tokens.count(bos) == 1
+    tokenizer.chat_template = TEMPLATES["hermes"]  # which writes none
+    (chat,) = PromptStream([{"query": [ASKED]}], tokenizer).batch(1, 1)
+    written = [{"prompt": str(chat.columns["query"]), MESSAGES: [ASKED]}]  # as `pairs` writes it
+    for again in (PromptStream(written, tokenizer), UnsizedPrompts(written, tokenizer, window=1)):
+        (prompt,) = again.batch(1, 1)
+        assert (prompt.tokens, prompt.messages) == (chat.tokens, chat.messages)
     assert list(encode_prompts(byte_tokenizer(), ["ab"])) == [tuple(byte_tokenizer().encode("ab"))]
 
 
@@ -203,6 +214,8 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
         ({"role": "user", "content": [{"type": "text", "text": "1+"}, {"text": "1?"}]}, {"content": "1+1?"}),
         ({"role": "user", "content": ["1+", "1?"], "name": None, "tool_calls": None}, {"content": "1+1?"}),
         ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
+         {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1, "b": None}}]},
          {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}),
         ({"role": "assistant", "tool_calls": [{"id": "x", "type": None, "function": {"name": "f", "arguments": None}}]},
          {"content": "", "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}]}),
@@ -222,6 +235,10 @@ def test_messages_have_one_form(message, expected):
         ({"role": "user", "content": None}, r"row 1: message 1 \(user\) has no content; must have text"),
         ({"role": "user", "content": 7}, r"content is 7; must be text, or a list of parts of text"),
         ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "content has a part 'image'; must be text"),
+        (
+            {"role": "user", "content": [{"type": "image", "text": "", "image": "x"}]},
+            "content has a part 'image'; must be",
+        ),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "call 'f' are no JSON"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}, "a tool call is"),
         ({"content": "x"}, "must be a mapping with role and content"),
@@ -244,7 +261,11 @@ def test_a_row_has_its_own_tools_and_arguments_and_all_rows_a_system_message():
     own = RowReader(tokenizer, "d", chat=chat).prompt([{"role": "system", "content": "be long"}, ASKED], "row")
     assert "be long" in own
     assert "be short" not in own
-    for row, error in (({"tools": "{"}, "`tools` is '{'; must be JSON"), ({"chat_template_kwargs": [1]}, "mapping")):
+    for row, error in (
+        ({"tools": "{"}, "`tools` is '{'; must be JSON"),
+        ({"chat_template_kwargs": [1]}, "mapping"),
+        ({"chat_template_kwargs": {"tools": TOOLS}}, "`chat_template_kwargs` has tools; must not"),
+    ):
         with pytest.raises(ConfigError, match=error):
             PromptStream([{"query": [ASKED], **row}], tokenizer)
 

@@ -80,6 +80,7 @@ def test_it_is_set_before_torch_is_loaded_and_reaches_the_run(tmp_path, make_pol
         "    return [float(len(c)) for c in completions]\n"
     )
     train = {"output_dir": str(tmp_path / "out"), "total_episodes": 8, "max_prompt_length": 32, "staleness": 0}
+    train |= {"non_eos_penalty": False}
     generation = {"response_length": 4}
     values = {
         "model": str(tmp_path / "model"),

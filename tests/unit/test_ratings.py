@@ -256,13 +256,17 @@ def test_pairs_of_texts_train_a_reward_model(config, tmp_path):
 def test_pairs_of_chats_stay_chats(tmp_path):
     chats = [
         {"messages": [{"role": "user", "content": f"q{i % 2}"}, {"role": "assistant", "content": f"a{i}"}], "score": i}
-        for i in range(6)
+        | {"tools": [{"function": {"name": f"f{i // 2 % 2}"}}], "chat_template_kwargs": {"mood": 3}}
+        for i in range(12)
     ]
     config = rating_pairs(tmp_path, chats)
     run_pairs(config)
     for row in load_rows(config.output):
-        assert row["prompt"] == [{"role": "user", "content": f"q{int(row['chosen'][0]['content'][1]) % 2}"}]
-        assert row["chosen_score"] == int(row["chosen"][0]["content"][1]) > int(row["rejected"][0]["content"][1])
+        numbers = [int(row[side][0]["content"][1:]) for side in ("chosen", "rejected")]
+        assert [chats[number]["tools"] for number in numbers] == [row["tools"]] * 2
+        assert row["chat_template_kwargs"] == {"mood": 3}
+        assert row["prompt"] == [{"role": "user", "content": f"q{numbers[0] % 2}"}]
+        assert row["chosen_score"] == numbers[0] > numbers[1]
 
 
 @pytest.mark.parametrize(

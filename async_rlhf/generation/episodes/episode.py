@@ -70,7 +70,7 @@ class Episode:
         offset, prompt = len(self._tokens) - self._opening, self.prompt
         limit, position = min(self._params.response_length, self._room - offset), self._first + offset
         past = getattr(self.turns[-1], "past", None) if self.turns else None
-        return Turn(prompt.draw, prompt.row, self._tokens, {}, None, self.number, position, limit, past)
+        return Turn(prompt.draw, prompt.row, self._tokens, sample=self.number, offset=position, limit=limit, past=past)
 
     def add(self, turn: Sample) -> tuple[int, ...]:
         """Add an answer of the policy's. Returns its tokens without the stop token."""

@@ -88,6 +88,8 @@ class EpisodeSpec:
         """The prompt's row, as the data has it: a copy, which the user's code may change."""
         chat = {} if prompt.messages is None else {self.prompt_field: list(prompt.messages)}
         copied: dict[str, Any] = own_copy({**prompt.columns, **chat})
+        if prompt.column is not None:
+            copied[prompt.column] = copied.pop(self.prompt_field)
         return copied
 
 
