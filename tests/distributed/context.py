@@ -30,6 +30,7 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import end_values, response_logprobs, response_values, reward_scores, score_batch
 from async_rlhf.models.routing import replay_routes, route_shape
 from async_rlhf.run.factory import make_scorer
@@ -189,7 +190,7 @@ def compare_scores(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
         config = new_args(folder, device="cpu", packing=packing, parallel=shared, total_episodes=96)
         model, seen = made("llama", values=True), []
         model.config.num_attention_heads = heads
-        scorer = make_scorer(config, byte_tokenizer(), model, (), "query", make_parallel(config, ranks))
+        scorer = make_scorer(config, ChatTemplate(byte_tokenizer()), model, (), "query", make_parallel(config, ranks))
         model.base_model.register_forward_pre_hook(
             lambda *given, seen=seen: seen.append(given[-1]["input_ids"].numel()), with_kwargs=True
         )

@@ -32,6 +32,7 @@ from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, Sample, drawn_versions
 
@@ -367,7 +368,7 @@ def test_an_actor_that_waits_for_weights_which_it_cannot_fetch_ends_the_run(
     with closing(RayGenerator(args, policy, params, Trace())) as generator:
         generator.publish(policy, 0)
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 4))
-        with pytest.raises(GeneratorError, match=r"generator actor 0: .*no room for version 0"):
+        with pytest.raises(UserCodeError, match=r"generator actor 0: .*no room for version 0"):
             generator.collect(1)
     assert time.monotonic() - started < 200
 
