@@ -1025,7 +1025,7 @@ def test_what_is_drawn_for_a_completion_depends_on_no_share(only):
             own = {name: values[part] for name, values in columns.items()}
             worker = SharedFunctions({"f": Rolls(only)}, seed=3)
             for _ in range(2):
-                ((name, values, wrong),) = worker.call(prompts[part], completions[part], own, 2, None, False)
+                ((name, values, wrong),) = worker.call(prompts[part], completions[part], own, 2, None, False, 0)
             assert (name, wrong) == ("f", None)
             rewards += values
         found.append(rewards)
@@ -1038,6 +1038,6 @@ def test_a_function_that_draws_and_fails_is_told_with_its_prompt():
         return [random.random() if text != "c5" else math.nan for text in completions]
 
     worker = SharedFunctions({"fails": fails}, seed=0)
-    ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True)
+    ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True, 0)
     assert [math.isnan(value) for value in values] == [False] * 5 + [True] + [False] * 2
     assert "reward function fails returned nan" in wrong[0]
