@@ -32,6 +32,8 @@ def load_attribute(place: str, attribute: str, key: str, what: str) -> Any:
     name = f"{place}:{attribute}"
     try:
         module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except SystemExit as error:  # else the command would end, perhaps with status 0, before it has done anything
+        raise ConfigError(f"{key}: got {name!r}, which calls sys.exit() when it is imported; must not") from error
     except (ImportError, FileNotFoundError, ValueError, SyntaxError) as error:
         raise ConfigError(
             f'{key}: got {name!r}: {error}; must be "module:{what}" or "path/to/file.py:{what}"'
@@ -102,7 +104,7 @@ def neighbours(path: Path) -> list[Path]:
 
 def _imported_beside(path: Path) -> list[Path]:
     names = set[str]()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:

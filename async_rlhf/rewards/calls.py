@@ -69,7 +69,7 @@ def call_together(
         or :class:`TooLateError`.
 
     Raises:
-        BaseException: raised by a call but not a failure of it, such as KeyboardInterrupt or SystemExit.
+        BaseException: raised by a call but not a failure of it, such as KeyboardInterrupt.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     outcomes: queue.SimpleQueue[tuple[int, list[Any] | BaseException]] = queue.SimpleQueue()
@@ -126,7 +126,7 @@ def outcome_of(call: Callable[[], Any], deadline: float | None) -> list[Any] | B
             returned = user_code.submit(_until(deadline, returned))[0].result()
         return returned if isinstance(returned, BaseException) else _listed(returned)
     except BaseException as error:  # of any kind: else the thread would just end and the caller would wait in vain
-        return error
+        return user_code.failure_of(error)
 
 
 def _listed(returned: Any) -> list[Any]:

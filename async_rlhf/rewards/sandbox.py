@@ -261,8 +261,8 @@ def _serve(
 
 def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
     """Keep numbers, and send as text what may exist only in this process."""
-    if isinstance(outcome, (TooLateError, NoSequenceError, KeyboardInterrupt, SystemExit)):
-        return type(outcome)(*(each if isinstance(each, int) else str(each) for each in outcome.args))
+    if isinstance(outcome, (TooLateError, NoSequenceError, KeyboardInterrupt)):
+        return type(outcome)(*map(str, outcome.args))
     if isinstance(outcome, BaseException):
         kind = type(outcome).__name__
         return RemoteError(kind, str(outcome), "".join(traceback.format_exception(outcome)))

@@ -24,6 +24,17 @@ _ANSWER_SECONDS = 1.0
 """Within which a loop that nobody blocks does something else."""
 
 
+class ExitError(Exception):
+    """The user's code has called sys.exit(). The process is not its own to end, least of all with status 0."""
+
+
+def failure_of(error: BaseException) -> BaseException:
+    """What a call of the user's code has raised, with :class:`ExitError` in place of SystemExit."""
+    if not isinstance(error, SystemExit):
+        return error
+    return ExitError(f"sys.exit({error.code!r}) was called").with_traceback(error.__traceback__)
+
+
 def own_copy(value: Any) -> Any:
     """A deep copy. What cannot be copied, such as a lock, stays as it is."""
     try:
@@ -88,7 +99,7 @@ def submit(awaitable: Awaitable[Any]) -> tuple[Future[Any | BaseException], Call
         try:
             return await awaitable
         except BaseException as error:  # of any kind: it is raised by who waits for it
-            return error
+            return failure_of(error)
 
     with _making:
         if not _loops:

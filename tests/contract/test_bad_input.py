@@ -275,6 +275,11 @@ def test_an_unknown_key_in_the_file_is_named(files):
         ({"data.jsonl": b'{"query": "a"}\n{"query": "\xff"}\n'}, "data.train: line 2 of .* is not UTF-8"),
         ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
         ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),
+        (
+            {"reward.py": "import sys\nsys.exit(0)\n"},
+            "reward_funcs: got .*, which calls sys.exit\\(\\) when it is imported",
+        ),
+        ({"reward.py": "def reward(a: pass\n"}, r"reward_funcs: got .*\(reward.py, line 1\)"),
         ({"reward.py": None}, "reward_funcs: got .*there is no file"),
         ({"model": None}, "model: got .*model'; there is no such folder; must be a folder with a model, or"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 import urllib.error
 import urllib.request
 from contextlib import suppress
@@ -298,6 +299,15 @@ async def _raises(client, row):
     raise KeyError("no such thing")
 
 
+async def _exits(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    sys.exit(0)
+
+
+def _exits_in_a_thread(client, row):
+    sys.exit(0)
+
+
 async def _silent(client, row):
     return 1.0
 
@@ -329,6 +339,8 @@ async def _hangs(client, row):
     ("agent", "why"),
     [
         (_raises, r"_raises raised KeyError: 'no such thing' \(row \d+, turn 1\)"),
+        (_exits, r"_exits raised ExitError: sys.exit\(0\) was called \(row \d+, turn 1\)"),
+        (_exits_in_a_thread, r"_exits_in_a_thread raised ExitError: sys.exit\(0\) was called"),
         (_silent, "raised ValueError: the agent asked the policy nothing"),
         (_not_a_number, "the agent returned nan; must be a finite number"),
         (_text, "the agent returned '1.0'; must be a finite number"),

@@ -647,13 +647,12 @@ def test_a_sum_too_large_for_float32_follows_the_same_policy(tokenizer, caplog):
     assert record.getMessage().startswith("1 of 6 completions have no reward: the reward of completion 'abc'")
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("reward_errors", ["error", "skip"])
-def test_what_ends_the_program_is_no_failure_of_a_function(tokenizer, interrupt, reward_errors):
+def test_an_interrupt_is_no_failure_of_a_function(tokenizer, reward_errors):
     async def interrupts(prompts, completions, **columns):
-        raise interrupt("stop")
+        raise KeyboardInterrupt("stop")
 
-    with pytest.raises(interrupt, match="stop"):
+    with pytest.raises(KeyboardInterrupt, match="stop"):
         Scorer(tokenizer, config(reward_errors=reward_errors), None, [interrupts])(make_batch(tokenizer))
 
 
@@ -949,6 +948,14 @@ async def async_lengths(prompts, completions, **columns):
     return [len(prompt) + 10 * len(text) for prompt, text in zip(prompts, completions, strict=True)]
 
 
+def exits(prompts, completions, **columns):
+    sys.exit(0)
+
+
+async def exits_later(prompts, completions, **columns):
+    sys.exit(0)
+
+
 def test_one_function_is_called_also_where_an_event_loop_runs():
     async def notebook():
         return call_reward_function(async_lengths, ["p", "pp"], ["abc", ""], {"n": [1, 2]})
@@ -958,6 +965,9 @@ def test_one_function_is_called_also_where_an_event_loop_runs():
         with pytest.raises(RewardError, match=f"reward function {function.__name__} raised KeyError") as error:
             call_reward_function(function, ["p"], ["c"], {})
         assert isinstance(error.value.__cause__, KeyError)
+    for function in (exits, exits_later):
+        with pytest.raises(RewardError, match=r"raised ExitError: sys.exit\(0\) was called \("):
+            call_reward_function(function, ["p"], ["c"], {})
 
 
 def test_the_judge_takes_async_functions(tmp_path):
@@ -1015,7 +1025,7 @@ def test_what_is_drawn_for_a_completion_depends_on_no_share(only):
             own = {name: values[part] for name, values in columns.items()}
             worker = SharedFunctions({"f": Rolls(only)}, seed=3)
             for _ in range(2):
-                ((name, values, wrong),) = worker.call(prompts[part], completions[part], own, 2, None, False)
+                ((name, values, wrong),) = worker.call(prompts[part], completions[part], own, 2, None, False, 0)
             assert (name, wrong) == ("f", None)
             rewards += values
         found.append(rewards)
@@ -1028,6 +1038,6 @@ def test_a_function_that_draws_and_fails_is_told_with_its_prompt():
         return [random.random() if text != "c5" else math.nan for text in completions]
 
     worker = SharedFunctions({"fails": fails}, seed=0)
-    ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True)
+    ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True, 0)
     assert [math.isnan(value) for value in values] == [False] * 5 + [True] + [False] * 2
     assert "reward function fails returned nan" in wrong[0]

@@ -31,7 +31,7 @@ from async_rlhf.generation.episodes.tools import as_environment
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.system.errors import UserCodeError, frames_of, last_place
-from async_rlhf.system.user_code import leave_blocked_loop, own_copy, submit
+from async_rlhf.system.user_code import failure_of, leave_blocked_loop, own_copy, submit
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -273,8 +273,8 @@ def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asynci
         result, failed = None, None
         try:
             result = function(*arguments)
-        except Exception as error:
-            failed = error
+        except (Exception, SystemExit) as error:
+            failed = failure_of(error)
         with suppress(RuntimeError):  # nobody waits for it any more
             loop.call_soon_threadsafe(settle, (result, time.monotonic()), failed)
 
