@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from async_rlhf.models.truncation import Distribution
 from async_rlhf.models.weights import named_weights
 from async_rlhf.run.episodes import episode_fields
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
-from async_rlhf.system.files import whole_lines
+from async_rlhf.system.files import whole_lines, write_file
 from async_rlhf.system.lock import InUseError
 from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import FinishReason, Prompt, Sample
@@ -131,9 +132,10 @@ def generate(
     config = with_prompt_cap(config, models)
     tokenizer = shared_tokenizer(models, config.trust_remote_code)
     world = world_named(config.environment, config.tools, config.agent)
-    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, tokenizer, world))
+    now = ranks.broadcast("the time", lambda: config.chat.time_of(_first_time(folder, config.overwrite)))
+    chat = ChatTemplate(tokenizer, config.chat, now)
+    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, chat, world))
     is_judged = not isinstance(config, EvaluateConfig) or len(config.reward_funcs) > 0
-    chat = ChatTemplate(tokenizer, config.chat, config.chat.time_of())
     episodes = spec_of(_limits(config), world, chat, config.prompt_field, is_judged) if config.plays else None
     judged = isinstance(config, EvaluateConfig)
     if judged and len(prompts) < 2:
@@ -150,19 +152,25 @@ def generate(
     return prompts, dropped, found
 
 
+def _first_time(folder: Path, anew: bool) -> str:
+    """When models first answered into a folder: others that answer later read the same prompts."""
+    path = folder / ".started"
+    if anew or not path.is_file():
+        write_file(path, datetime.now().isoformat())
+    return path.read_text(encoding="utf-8")
+
+
 def _limits(config: HeldOutConfig) -> GenerationConfig:
     """Of episodes."""
     names = ("temperature", "top_p", "top_k", "response_length", "max_turns", "episode_length", "step_timeout")
     return GenerationConfig(**{name: getattr(config, name) for name in names})
 
 
-def _prompts(
-    config: GenerateConfig | EvaluateConfig, tokenizer: PreTrainedTokenizerBase, world: World
-) -> tuple[list[Prompt], int]:
+def _prompts(config: GenerateConfig | EvaluateConfig, chat: ChatTemplate, world: World) -> tuple[list[Prompt], int]:
     rows = load_prompts(config.data, config.split, config.prompt_field, config.prompt_words, "data")
     if config.eval_fraction is not None:
         rows = hold_out(rows, config.eval_fraction, "data", config.prompt_field)[1]
-    return first_prompts(rows, tokenizer, config, tools_of(world))
+    return first_prompts(rows, chat, config, tools_of(world))
 
 
 Config = TypeVar("Config", bound=HeldOutConfig)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from async_rlhf.commands.distributed import done_by, on_ranks
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.commands.evaluation.sampling import first_prompts, sample
@@ -59,7 +57,8 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     assert config.model is not None
     device = rank_device(config, ranks)
     tokenizer = load_tokenizer(config.model, trust=config.trust_remote_code)
-    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, tokenizer))
+    chat = ChatTemplate(tokenizer, config.chat, ranks.broadcast("the time", config.chat.time_of))
+    prompts, dropped = ranks.broadcast("prompts", lambda: _prompts(config, chat))
     judge = RewardJudge.of(config, device, ranks)
     policy = load_policy(config.model, device, trust=config.trust_remote_code)
     completions = sample(policy, tokenizer, prompts, config, config.samples_per_prompt, "pairs: sampling", ranks)
@@ -68,7 +67,7 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     each = [prompt for prompt in prompts for _ in range(config.samples_per_prompt)]
     columns = [{k: value for k, value in prompt.columns.items() if k != config.prompt_field} for prompt in each]
     queries = [prompt.columns[config.prompt_field] for prompt in each]
-    renderer = Renderer(tokenizer, (), ChatTemplate(tokenizer, config.chat))
+    renderer = Renderer(tokenizer, (), chat)
     more = conversations(renderer, each, samples)
     scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples], more)
     pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field)
@@ -87,11 +86,11 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     return results
 
 
-def _prompts(config: PairsConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], int]:
+def _prompts(config: PairsConfig, chat: ChatTemplate) -> tuple[list[Prompt], int]:
     """The prompts, and how many were too long."""
     assert config.prompts is not None
     rows = load_prompts(config.prompts, config.split, config.prompt_field, config.prompt_words, "prompts")
-    return first_prompts(rows, tokenizer, config)
+    return first_prompts(rows, chat, config)
 
 
 def best_and_worst(

@@ -248,7 +248,7 @@ class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
     GET /health needs it, including vLLM's own endpoints for loading weights.
     """
 
-    model: str = key(REQUIRED, names="model")
+    model: str = key(REQUIRED, names="source")
     """A folder with the policy's config.json, or a hub name (owner/model or owner/model@revision)."""
     host: str = key("127.0.0.1", role="place")
     """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""

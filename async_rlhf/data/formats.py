@@ -314,7 +314,7 @@ def prompt_of(row: Mapping[str, Any], field: str) -> Any:
 
 def other_column(row: Mapping[str, Any], field: str) -> str | None:
     """The column that stands for ``field`` in a row that lacks it, if one does."""
-    return "prompt" if field == "query" and "query" not in row and "prompt" in row else None
+    return "prompt" if field == "query" and row.get("query") is None and row.get("prompt") is not None else None
 
 
 def first_words(rows: Rows, words: int, key: str) -> Rows:
@@ -398,8 +398,12 @@ def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int |
 
 def check_prompts(rows: Rows, field: str, key: str, source: str = "the data set") -> None:
     """Require a prompt in every row; see :func:`prompt_of`."""
-    if not has_all(rows, field):  # known without reading a row
-        check_columns(rows, [other_column(rows[0], field) or field], key, source)
+    check_columns(rows, [], key, source)
+    if has_all(rows, field):  # known without reading a row
+        return
+    if not all(isinstance(row, Mapping) and prompt_of(row, field) is not None for row in rows):
+        first = rows[0] if isinstance(rows[0], Mapping) else {}
+        check_columns(rows, [other_column(first, field) or field], key, source)
 
 
 def _text(value: Any, place: str) -> str:

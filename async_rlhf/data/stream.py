@@ -167,9 +167,9 @@ class PromptStream:
 
 def with_prompt_text(columns: dict[str, Any], field: str, reader: RowReader, place: str) -> list[Message] | None:
     """Have a row's column ``field`` hold the text that the policy reads, and return its messages if it is a chat."""
-    value = prompt_of(columns, field)
-    if field not in columns:
-        del columns["prompt"]
+    value, other = prompt_of(columns, field), other_column(columns, field)
+    if other is not None:
+        del columns[other]
     columns[field] = reader.prompt(value, place, columns)
     return reader.messages(value, place, columns)
 

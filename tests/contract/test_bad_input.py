@@ -267,8 +267,8 @@ def test_an_unknown_key_in_the_file_is_named(files):
         ({"data.jsonl": None}, "data.train: got .*data.jsonl'; there is no such file"),
         ({"data.jsonl": ""}, "data.train: .*data.jsonl' has no rows"),
         (
-            {"data.jsonl": '{"query": "a"}\n{"prompt": "b"}\n'},
-            "data.train: row 2 of .* has no 'query'; it has 'prompt'",
+            {"data.jsonl": '{"query": "a"}\n{"question": "b"}\n'},
+            "data.train: row 2 of .* has no 'query'; it has 'question'",
         ),
         ({"data.jsonl": '{"query": "a"}\n{"query": \n'}, "data.train: line 2 of .* is not JSON"),
         ({"data.jsonl": '{"query": "a"}\n{"query": "\\udcff"}\n'}, "train_dataset: 'query' of row 2 is .*Unicode text"),

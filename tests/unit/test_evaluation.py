@@ -26,6 +26,7 @@ from async_rlhf.commands.evaluation.statistics import (
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.data.loading import load_rows
+from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.studies.report.charts import GREY, Key, Series
@@ -310,7 +311,7 @@ def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
         assert results["models"][name]["perplexity"] == pytest.approx(
             loss_and_perplexity(model, references, 4)[1], rel=1e-4
         )
-    prompts, _ = first_prompts(load_rows(config.data), tokenizer, config)
+    prompts, _ = first_prompts(load_rows(config.data), ChatTemplate(tokenizer), config)
     by_hand = []
     for prompt, (answer,) in zip(
         prompts, sample(models["policy"], tokenizer, prompts, config, 1, "again"), strict=True

@@ -6,10 +6,11 @@ import json
 import os
 import re
 from dataclasses import fields, replace
+from datetime import datetime
 
 import pytest
 import torch
-from tiny import json_rows
+from tiny import byte_tokenizer, json_rows
 
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
@@ -540,3 +541,18 @@ def test_an_agent_alone_gives_the_scores_and_tools_need_a_judge(playing, tmp_pat
             EvaluateConfig(**more)
     run_generate(replace(playing, environment=None, **tools))
     assert {row["episode"]["metrics"]["turns"] for row in json_rows(tmp_path / "tools" / "final.jsonl")} == {1}
+
+
+def test_models_that_answer_later_read_the_time_of_the_first(config, tmp_path, make_policy):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    write_model(make_policy(), tokenizer, tmp_path / "dated")
+    (tmp_path / "held.jsonl").write_text(
+        json_lines([{"query": [{"role": "user", "content": f"p{i}"}]} for i in range(3)])
+    )
+    config = replace(config, run=None, models={"a": str(tmp_path / "dated")})
+    run_generate(config)
+    (tmp_path / "generations" / ".started").write_text("1999-12-31T23:59:59")
+    run_generate(replace(config, models={"b": str(tmp_path / "dated")}))
+    years = [json_rows(tmp_path / "generations" / f"{name}.jsonl")[0]["query"][:4] for name in "ab"]
+    assert years == [datetime.now().strftime("%Y"), "1999"]

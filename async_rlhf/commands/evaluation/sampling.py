@@ -24,10 +24,7 @@ from async_rlhf.types import Prompt, Sample
 
 
 def first_prompts(
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    config: HeldOutConfig | PairsConfig,
-    tools: Sequence[dict[str, Any]] = (),
+    rows: Rows, chat: ChatTemplate, config: HeldOutConfig | PairsConfig, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[Prompt], int]:
     """The first ``max_prompts`` rows that fit, in order, and how many of all rows were dropped for their length.
     ``tools`` are schemas of what the prompts tell the models of.
@@ -35,12 +32,12 @@ def first_prompts(
     assert config.max_prompt_length is not None
     stream = PromptStream(
         rows,
-        tokenizer,
+        chat.tokenizer,
         prompt_field=config.prompt_field,
         max_length=config.max_prompt_length,
         shuffle=False,
         key="prompts" if isinstance(config, PairsConfig) else "data",
-        chat=ChatTemplate(tokenizer, config.chat, config.chat.time_of()),
+        chat=chat,
         tools=list(tools),
     )
     count = len(stream) if config.max_prompts is None else min(config.max_prompts, len(stream))
