@@ -101,5 +101,5 @@ def test_it_is_set_before_torch_is_loaded_and_reaches_the_run(tmp_path, make_pol
         f"main(['train', '--config', {str(tmp_path / 'run.yml')!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 3, done.stderr  # nothing could be learnt from one batch of equal scores
+    assert done.returncode == 0, done.stderr
     assert "torch sees yes" in done.stdout
