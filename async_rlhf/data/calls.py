@@ -68,24 +68,33 @@ def _named_json(separator: str) -> Callable[[str, Schemas], Found]:
             raise ValueError("must be a name and arguments")
         name, rest = body[: found.start()], body[found.end() :]
         rest = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", rest)
-        return [(name.strip().removeprefix("functions.").partition(":")[0], _loaded(rest))]
+        name = re.split(r"\s|<\|", name.strip(), maxsplit=1)[0]  # gpt-oss names the channel, too
+        return [(name.removeprefix("functions.").partition(":")[0], _loaded(rest))]
 
     return read
 
 
 def _typed(name: str, key: str, text: str, schemas: Schemas) -> Any:
     """A value without quotes, by the type that the function's schema gives it."""
-    for schema in schemas:
-        function = schema.get("function", schema)
-        if function.get("name") == name:
-            kind = (function.get("parameters") or {}).get("properties", {}).get(key, {}).get("type")
-            if kind == "string":
-                return text
+    functions = (schema.get("function", schema) for schema in schemas)
+    parameters = next((one.get("parameters") for one in functions if one.get("name") == name), None)
+    types = _types(((parameters or {}).get("properties") or {}).get(key))
+    words = {"True": True, "False": False, "None": None}
+    if types - {"null"} == {"string"}:
+        return None if "null" in types and text.strip() in ("null", "None") else text
     try:
         return _loaded(text)
     except ValueError:
-        words = {"True": True, "False": False, "None": None}
         return words.get(text.strip(), text)
+
+
+def _types(schema: Any) -> set[str]:
+    """The types of JSON that a schema allows, as far as it says."""
+    if not isinstance(schema, Mapping):
+        return set()
+    own = schema.get("type") or ()
+    found = {own} if isinstance(own, str) else set(own)
+    return found.union({"null"} if schema.get("nullable") else (), *map(_types, schema.get("anyOf") or ()))
 
 
 def _tagged(name: str, parameters: str) -> Callable[[str, Schemas], Found]:
@@ -107,26 +116,26 @@ def _pythonic(body: str, schemas: Schemas) -> Found:
     """[f(a=1, b='x'), g()]."""
     try:
         tree = ast.parse(body.strip(), mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        found: Found = []
+        for call in calls:
+            if not isinstance(call, ast.Call) or call.args or any(pair.arg is None for pair in call.keywords):
+                raise ValueError("must be calls with named arguments, such as [f(a=1)]")
+            found.append((ast.unparse(call.func), {str(pair.arg): _literal(pair.value) for pair in call.keywords}))
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"it is no list of calls: {error}") from error
-    calls = tree.elts if isinstance(tree, ast.List) else [tree]
-    found: Found = []
-    for call in calls:
-        if not isinstance(call, ast.Call) or call.args or any(pair.arg is None for pair in call.keywords):
-            raise ValueError("must be calls with named arguments, such as [f(a=1)]")
-        found.append((ast.unparse(call.func), {str(pair.arg): _literal(pair.value) for pair in call.keywords}))
     return found
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal of Python, which may have JSON's true, false and null in it."""
+    """A literal of Python that JSON can write, too. It may have JSON's true, false and null in it."""
     words = {"true": True, "false": False, "null": None}
 
     class Words(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:
             return ast.Constant(words[name.id]) if name.id in words else name
 
-    return ast.literal_eval(Words().visit(node))
+    return _loaded(json.dumps(ast.literal_eval(Words().visit(node))))
 
 
 def _quoted(body: str, schemas: Schemas) -> Found:
@@ -151,7 +160,8 @@ _FORMS = (
     _Form(  # Qwen3-Coder, Qwen3.5 and later, Nemotron 3
         _pattern(_JSON_BLOCK + r"|(<function=.*?)(?:</function>|\Z)"),
         _tagged(
-            r"<function=([^>]*)>", r"<parameter=([^>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|(?=</function>)|\Z)"
+            r"<function=([^<>]*)>",
+            r"<parameter=([^<>]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|(?=</function>)|\Z)",
         ),
     ),
     _Form(  # GLM 4.5 and later
@@ -164,15 +174,16 @@ _FORMS = (
     _Form(_pattern(rf"{_DEEP_BEGIN}(.*?)(?:{_DEEP_END}|\Z)"), _named_json(_DEEP_SEPARATOR)),  # V3.1
     _Form(_pattern(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)"), _quoted),  # Gemma 4
     _Form(  # gpt-oss
-        _pattern(r"(?:<\|channel\|>commentary)?\s*to=(functions\..*?)(?:<\|call\|>|\Z)"),
-        _named_json(r"\s*(?:<\|channel\|>\w+|<\|constrain\|>)?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"),
+        _pattern(r"(?:<\|channel\|>commentary)?\s*to=(functions\..*?)(?:<\|call\|>|\Z)"), _named_json(r"<\|message\|>")
     ),
     _Form(  # Muse; MiniMax
         _pattern(
             r"(?:\s*to=[\w.]+<\|message\|>\s*)?<(?:atem:function_calls|minimax:tool_call)>(.*?)"
             r"(?:</(?:atem:function_calls|minimax:tool_call)>|\Z)"
         ),
-        _tagged(r'<(?:\w+:)?invoke name="([^"]*)">', r'<(?:\w+:)?parameter name="([^"]*)">(.*?)</(?:\w+:)?parameter>'),
+        _tagged(
+            r'<(?:\w+:)?invoke name="([^"<]*)">', r'<(?:\w+:)?parameter name="([^"<]*)">(.*?)</(?:\w+:)?parameter>'
+        ),
     ),
     _Form(_pattern(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)"), _pythonic),  # LFM2
     _Form(_pattern(r"<\|START_ACTION\|>(.*?)(?:<\|END_ACTION\|>|\Z)"), _json_calls),  # Cohere

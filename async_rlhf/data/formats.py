@@ -23,7 +23,7 @@ from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, lacks, load_rows
 from async_rlhf.data.tokenizer import TEXT, Rendered, split_text, strip_end
 from async_rlhf.data.views import RowView, fingerprint_of
-from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat
+from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat, require_unicode
 
 logger = logging.getLogger(__name__)
 
@@ -141,34 +141,29 @@ class RowReader:
         taught = taught[-1:] if last else taught
         if column == "messages" and not last:
             taught = [n for n, each in enumerate(chat) if each["role"] == "assistant" and n > 0]
-        first, end = self._prompt(chat[: taught[0]], place, row), template.end
-        texts: list[str] = []
+        first = self._prompt(chat[: taught[0]], place, row)
+        pieces: list[tuple[str, int, str]] = []  # an answer, the token that ends it, and what is read after it
         for here, following in zip_longest(taught, taught[1:]):
-            texts.append(self._answer(chat[:here], chat[here], place, row))
+            answer = self._answer(chat[:here], chat[here], place, row)
             end = template.end_of_calls if chat[here].get("tool_calls") else template.end
-            if following is not None:
-                between = chat[here + 1 : following]
-                if not between:
-                    raise ConfigError(f"{place} has two answers of the assistant in a row; must have a message between")
-                texts += [self._said(place, template.between, between, end), str(end)]
-        if len(texts) == 1:
-            return Turns(first, texts[0], (), end)
-        return self._joined(first, texts, end)
+            read = chat[here + 1 : following] if following is not None else []
+            if following is not None and not read:
+                raise ConfigError(f"{place} has two answers of the assistant in a row; must have a message between")
+            pieces.append((answer, end, self._said(place, template.between, read, end) if read else ""))
+        if len(pieces) == 1:
+            return Turns(first, pieces[0][0], (), end)
+        return self._joined(first, pieces)
 
-    def _joined(self, first: str, texts: Sequence[str], end: int) -> Turns:
-        """Answers with the messages and the ends between them."""
+    def _joined(self, first: str, pieces: Sequence[tuple[str, int, str]]) -> Turns:
+        """Several answers, with the messages and the ends between them."""
         assert self.tokenizer is not None
         tokens: list[int] = []
         learnt: list[int] = []
-        for place, text in enumerate(texts):
-            kind = place % 3  # an answer; the messages after it; the token that ended it
-            if kind == 2:
-                continue
-            if kind == 1:
-                tokens, learnt = [*tokens, int(texts[place + 1])], [*learnt, 1]
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            tokens, learnt = [*tokens, *ids], [*learnt, *[int(kind == 0)] * len(ids)]
-        return Turns(first, tuple(tokens), tuple(learnt), end)
+        for place, (answer, end, read) in enumerate(pieces, start=1):
+            said, heard = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (answer, read))
+            said = [*said, end] if place < len(pieces) else said
+            tokens, learnt = [*tokens, *said, *heard], [*learnt, *[1] * len(said), *[0] * len(heard)]
+        return Turns(first, tuple(tokens), tuple(learnt), pieces[-1][1])
 
     def preference(self, row: Mapping[str, Any], number: int) -> Preference:
         """See :meth:`preferences`; rows count from 1."""
@@ -411,12 +406,7 @@ def _text(value: Any, place: str) -> str:
         raise ConfigError(
             f"{place} is a {type(value).__name__}; must be text, or a list of messages with role and content"
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{place} is {value[:60]!r}; must be Unicode text, without half characters (surrogates)"
-        ) from error
+    require_unicode(value, place)
     return value
 
 

@@ -83,41 +83,53 @@ def _as_message(message: Any, place: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"{place} is {message!r:.80}; must be a mapping with role and content")
     rest = {name: value for name, value in message.items() if value is not None}
-    calls = [_as_call(call, place) for call in rest.pop("tool_calls", ())]
-    thought = next((rest[name] for name in _THOUGHT_NAMES if rest.get(name)), None)
-    content, within = _as_text(rest.pop("content", None), message["role"], bool(calls or thought), place)
-    plain = {name: value for name, value in rest.items() if name not in _THOUGHT_NAMES}
-    plain |= {"content": content}
-    if thought or within:
-        plain["reasoning_content"] = thought or within
-    return plain | ({"tool_calls": calls} if calls else {})
+    calls = _loaded(rest.pop("tool_calls", None) or (), f"{place}: tool_calls")
+    if not isinstance(calls, (list, tuple)):
+        raise ConfigError(f"{place}: tool_calls is {calls!r:.80}; must be a list of calls")
+    calls = [_as_call(call, place) for call in calls]
+    named = next((name for name in _THOUGHT_NAMES if rest.get(name)), None)
+    before = "".join(_as_text(rest[named], f"{place}: {named}")) if named is not None else ""
+    content, within = _as_text(rest.pop("content", ""), f"{place} ({message['role']}): content")
+    thought = before or within
+    if message.get("content") is None and not (calls or thought):
+        raise ConfigError(f"{place} ({message['role']}) has no content; must have text")
+    plain = {name: value for name, value in rest.items() if name not in _THOUGHT_NAMES} | {"content": content}
+    plain |= {"reasoning_content": thought} if thought else {}
+    plain |= {"tool_calls": calls} if calls else {}
+    require_unicode(json.dumps(plain, ensure_ascii=False, default=str), f"{place} ({message['role']})")
+    return plain
 
 
-def _as_text(content: Any, role: str, may_be_empty: bool, place: str) -> tuple[str, str]:
+def _as_text(content: Any, place: str) -> tuple[str, str]:
     """The text of a message, and the reasoning among its parts."""
-    if content is None:
-        if may_be_empty:
-            return "", ""
-        raise ConfigError(f"{place} ({role}) has no content; must have text")
     parts = [content] if isinstance(content, (str, Mapping)) else content
-    if not isinstance(parts, Iterable):
-        raise ConfigError(f"{place} ({role}): content is {content!r:.80}; must be text, or a list of parts of text")
+    if not isinstance(parts, (list, tuple)):
+        raise ConfigError(f"{place} is {content!r:.80}; must be text, or a list of parts of text")
     text, thought = "", ""
     for part in parts:
-        found = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if isinstance(part, Mapping) and part.get("type") in ("thinking", "reasoning"):
-            thought += str(part.get("thinking") or part.get("text") or part.get("reasoning") or "")
-        elif isinstance(found, str) and (isinstance(part, str) or part.get("type") in _TEXTS):
-            text += found
-        else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ConfigError(f"{place} ({role}): content has a part {kind!r}; must be text: only text is trained on")
+        mapping = part if isinstance(part, Mapping) else {"text": part}
+        kind = mapping.get("type")
+        thinks = kind in ("thinking", "reasoning")
+        found = next((mapping[name] for name in (kind, "text") if mapping.get(name) is not None), None)
+        if not isinstance(found, str) or not (thinks or kind in _TEXTS):
+            right = "must be text: only text is trained on"
+            raise ConfigError(f"{place} has a part {kind or type(part).__name__!r}; {right}")
+        text, thought = (text, thought + found) if thinks else (text + found, thought)
+    return text, thought
+
+
+def require_unicode(text: str, place: str) -> None:
+    """Require text that can be encoded.
+
+    Raises:
+        ConfigError: it has half characters.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        half = f"character {text[error.start]!r} after {text[max(0, error.start - 40) : error.start]!r}"
         right = "must be Unicode text, without half characters (surrogates)"
-        raise ConfigError(f"{place} ({role}) is {text[:60]!r}; {right}") from error
-    return text, thought
+        raise ConfigError(f"{place} has the {half}; {right}") from error
 
 
 def _as_call(call: Any, place: str) -> dict[str, Any]:
@@ -171,8 +183,7 @@ class Setting:
             return self
         found = _loaded(tools, f"{place}: `tools`") or ()
         named = _loaded(arguments, f"{place}: `chat_template_kwargs`") or {}
-        schemas = isinstance(found, (list, tuple)) and all(isinstance(one, Mapping) for one in found)
-        if not schemas:
+        if not (isinstance(found, (list, tuple)) and all(map(_is_schema, found))):
             raise ConfigError(f"{place}: `tools` is {tools!r:.80}; must be a list of the schemas of functions")
         if not isinstance(named, Mapping):
             right = 'must be a mapping, such as {"enable_thinking": false}'
@@ -182,6 +193,10 @@ class Setting:
             right = "the template gets these from the row's own columns, or from the command"
             raise ConfigError(f"{place}: `chat_template_kwargs` has {', '.join(taken)}; must not: {right}")
         return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **given})
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("function", value), Mapping)
 
 
 def _loaded(value: Any, place: str) -> Any:

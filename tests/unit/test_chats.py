@@ -5,11 +5,15 @@ The templates here are written for these tests, each with one habit of a real fa
 
 from __future__ import annotations
 
+import json
 import pickle
+import time
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
@@ -81,10 +85,10 @@ def test_an_answer_follows_its_prompt_and_ends_as_the_template_ends_it(chat, kin
 
 def test_reasoning_is_learnt_where_the_template_has_a_place_for_it(chat, kind, caplog):
     text = chat.answer([ASKED], THOUGHT)
-    assert ("it is odd" in text) == (kind not in ("next", "parts"))
-    assert ("leaves reasoning" in caplog.text) == (kind in ("next", "parts"))
+    assert ("it is odd" in text) == (kind not in ("next", "parts", "pythonic"))
+    assert ("leaves reasoning" in caplog.text) == (kind in ("next", "parts", "pythonic"))
     said = CallParser(chat.tokenizer, TOOLS, chat).parse(text, chat.prompt([ASKED]))
-    thought = {} if kind in ("next", "parts") else {"reasoning_content": "it is odd"}
+    thought = {} if kind in ("next", "parts", "pythonic") else {"reasoning_content": "it is odd"}
     assert said == {"role": "assistant", "content": "21"} | thought
 
 
@@ -157,6 +161,57 @@ def test_calls_in_a_form_that_nobody_knows_are_refused_with_tools():
         Renderer(chat.tokenizer, TOOLS, chat).check()
 
 
+WRITTEN = (
+    *("<tool_call>", "</tool_call>", "<function=f>", "<function=add>", "</function>", "<parameter=a>", "</parameter>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "[", "]", "(", ")", "f(a=", "[f(a=1j)]", "[f(a=...)]"),
+    *("[f(a={1, 2})]", "[f(a={[1]: 2})]", "[f(a=b'x')]", "[f(a='\\ud800')]", "[f(**a)]", "[" * 3000, "{", "}"),
+    *('"', "a", "1", '{"name": "f", "arguments": {}}', '"\\ud800"', "NaN", "9" * 5000),
+    *("to=functions.f", "<|message|>", "<|channel|>"),
+    *("-" * 3000, "<|call|>", "commentary", "<think>", "</think>", "\n", " "),
+)  # fmt: skip
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@given(pieces=st.lists(st.sampled_from(WRITTEN), max_size=6))
+def test_whatever_a_policy_writes_is_a_message(chat, pieces):
+    """One that JSON can write: it goes into samples, templates and the answers of an endpoint."""
+    message = CallParser(chat.tokenizer, TOOLS, chat).parse("".join(pieces), chat.prompt([ASKED]))
+    json.dumps(message, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("part", ["\n", "<function=", "<parameter=a>", "[", "<|channel|>", "to=functions.f\n"])
+def test_calls_are_found_in_linear_time(chat, part):
+    parser = CallParser(chat.tokenizer, TOOLS, chat)
+    before = time.process_time()
+    for opened in ("", "to=functions.f", "<tool_call><function=add>", "<|tool_call_start|>"):
+        parser.parse(opened + part * 10_000)
+    assert time.process_time() - before < 4, "a quadratic search takes 7 seconds"
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "007", "007"),
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": "string", "nullable": True}, "12345", "12345"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12345", 12345),
+        ({"type": "integer"}, "12345", 12345),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, "[1]", [1]),
+        (True, "12345", 12345),
+        (None, "many", "many"),
+    ],
+)
+def test_values_without_quotes_have_the_types_of_the_schema(schema, text, value):
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": schema}}}
+    chat = ChatTemplate(tokenizer_of(TEMPLATES["tags"]))
+    parser = CallParser(chat.tokenizer, [{"type": "function", "function": function}], chat)
+    said = parser.parse(f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>")
+    assert said["tool_calls"][0]["function"]["arguments"] == {"a": value}
+
+
 # ---------------------------------------------------------------- ends, and beginnings
 
 
@@ -222,6 +277,12 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
         ({"role": "assistant", "content": "4", "thinking": "t"}, {"content": "4", "reasoning_content": "t"}),
         ({"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "4"}]},
          {"content": "4", "reasoning_content": "t"}),
+        ({"role": "assistant", "content": "4", "reasoning_content": [{"type": "thinking", "thinking": "t"}]},
+         {"content": "4", "reasoning_content": "t"}),
+        ({"role": "assistant", "content": "4", "reasoning": [{"type": "text", "text": "t"}], "tool_calls": "[]"},
+         {"content": "4", "reasoning_content": "t"}),
+        ({"role": "assistant", "tool_calls": '[{"function": {"name": "f"}}]'},
+         {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}),
     ],
 )  # fmt: skip
 def test_messages_have_one_form(message, expected):
@@ -242,6 +303,17 @@ def test_messages_have_one_form(message, expected):
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "call 'f' are no JSON"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}, "a tool call is"),
         ({"content": "x"}, "must be a mapping with role and content"),
+        ({"role": "assistant", "tool_calls": 5}, "row 1: message 1: tool_calls is 5; must be a list of calls"),
+        ({"role": "assistant", "content": "4", "reasoning_content": 5}, "message 1: reasoning_content is 5; must be"),
+        ({"role": "assistant", "content": [{"type": "reasoning", "summary": []}]}, "content has a part 'reasoning'"),
+        (
+            {"role": "assistant", "content": "4", "thinking": "so\ud800"},
+            r"has the character '\\ud800' after .*so'; must",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": "\ud800"}}]},
+            "must be Unicode text, without half",
+        ),
     ],
 )
 def test_messages_that_are_none_are_named(message, error):
@@ -263,6 +335,7 @@ def test_a_row_has_its_own_tools_and_arguments_and_all_rows_a_system_message():
     assert "be short" not in own
     for row, error in (
         ({"tools": "{"}, "`tools` is '{'; must be JSON"),
+        ({"tools": [{"type": "function", "function": "add"}]}, "must be a list of the schemas of functions"),
         ({"chat_template_kwargs": [1]}, "mapping"),
         ({"chat_template_kwargs": {"tools": TOOLS}}, "`chat_template_kwargs` has tools; must not"),
     ):
