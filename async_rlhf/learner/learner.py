@@ -45,7 +45,7 @@ from async_rlhf.models.forward import (
 from async_rlhf.models.frozen_models import frozen, on_device
 from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
-from async_rlhf.models.packing import choose, is_packed, require_shared
+from async_rlhf.models.packing import choose, is_packed, require_shared, shares, texts_of_rows
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.routing import replay_routes
 from async_rlhf.models.rows import sampled_rows
@@ -208,7 +208,7 @@ class Learner:
         for model_at_hand, compute in self._annotations():
             with model_at_hand:
                 if deal is None:  # only now: "auto" counts the memory that is left beside the model
-                    parts = self._annotating.split(experience.lengths_B, ranks=self.parallel.groups)
+                    parts = _split(self._annotating, experience, ranks=self.parallel.groups)
                     deal = self._deal("annotating", experience, parts, _SEEN)
                 experience = self._add(experience, parts, deal, compute)
         credited, metrics = self._credited(experience) if len(experience) else (experience, {})
@@ -229,7 +229,7 @@ class Learner:
         """(B, T): by a reference policy that computes apart, as :meth:`annotate` would have it of these prompts alone;
         None without any."""
         rows, device = _rows(groups), self._reference_passes[1]
-        parts = self._reference_passes[0].split(rows.lengths_B)
+        parts = _split(self._reference_passes[0], rows)
         deal = self._deal("annotating", rows, parts, _SEEN, ranks=ALONE.ranks)
         # Kernels of libraries run on the current device, and each thread has its own.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -321,7 +321,7 @@ class Learner:
             rows: on rank 0.
             parts: those of each pass, on rank 0.
             deal: this rank's passes.
-            compute: takes tokens on the device, and the rest on the CPU.
+            compute: takes them, on the CPU, and the device.
             device: None for the policy's.
             ranks: who compute; None for all of the learner's.
         """
@@ -340,7 +340,7 @@ class Learner:
 
         with torch.no_grad():
             for number, part, counts in deal:
-                values = compute({**part, "tokens_BT": part["tokens_BT"].to(device)})
+                values = compute({**part, "device": device})
                 if counts and self.parallel.context.leads:
                     here = {name: tensor.cpu() for name, tensor in values.items()}
                     keep(number, here) if ranks.is_main else found.append((number, here))
@@ -353,8 +353,7 @@ class Learner:
         rows = _by_own_routers(rows)
         temperature = self.config.generation.temperature
         model = self.policy if self.reference is None else self.reference
-        device = None if self._early is None else model.device
-        with adapters_off(model) if self.reference is None else nullcontext(), self.autocast(device):
+        with adapters_off(model) if self.reference is None else nullcontext(), self.autocast(rows["device"]):
             context = WHOLE if self._reference_apart else self.parallel.context
             output = response_logprobs(model, **rows, temperature=temperature, with_entropies=False, context=context)
         return {"reference_logprobs_BT": output.logprobs_BT}
@@ -460,9 +459,7 @@ class Learner:
         """
         passes, parts = self._training, list[Tensor]()
         if weight > 0:
-            lengths_B = experience.lengths_B[experience.rows_of(units_U)]
-            split = passes.split(lengths_B, experience.rows_per_unit, self.parallel.groups)
-            parts = [units_U[part_U] for part_U in split]
+            parts = [units_U[part_U] for part_U in _split(passes, experience, units_U, self.parallel.groups)]
         told = _Step(weight, experience.rows_per_unit, self._batch_coef)
         return self._deal("mini-batch", experience, parts, told=told)
 
@@ -482,8 +479,8 @@ class Learner:
             micro_batch = Experience(**in_one_copy(part, device), rows_per_unit=step.rows_per_unit)
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
-                    how = rows.sampled_BT, config.generation.temperature, not given, rows.positions_BT
-                    output = self.parallel.forward(micro_batch.tokens_BT, *how, micro_batch.routes_BTLE)
+                    how = config.generation.temperature, not given, rows.positions_BT, rows.routes_BTLE, device
+                    output = self.parallel.forward(rows.tokens_BT, rows.sampled_BT, *how)
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
             if counts and self.parallel.context.leads:
@@ -514,7 +511,7 @@ class Learner:
             device = self.parallel.device_of(self.policy)
             tokens = min(self.ranks.gather(key, fitting_tokens(key, memory, device, to_come)))
         width = self.policy.config.get_text_config().hidden_size
-        return Passes(units, tokens, all(map(is_packed, models)), width)
+        return Passes(units, tokens, all(map(is_packed, models)), width, all(map(shares, models)))
 
     @property
     def batch_config(self) -> OnlineConfig:
@@ -558,6 +555,15 @@ def _rows(groups: Sequence[Group], scores_B: Tensor | None = None) -> Experience
     rows = sampled_rows([sample for group in groups for sample in group.samples])
     ones_U = torch.ones(len(rows["tokens_BT"]))
     return Experience(**rows, scores_B=ones_U if scores_B is None else scores_B, loss_weights_U=ones_U)
+
+
+def _split(passes: Passes, rows: Experience, units_U: Tensor | None = None, ranks: int = 1) -> list[Tensor]:
+    """Which of these units share a pass; None for single rows, of all of them."""
+    part = rows if units_U is None else rows.select(units_U)
+    texts = None
+    if passes.shared:
+        texts = texts_of_rows(part.tokens_BT, part.lengths_B, part.positions_BT, part.routes_BTLE)
+    return passes.split(part.lengths_B, 1 if units_U is None else rows.rows_per_unit, ranks, texts)
 
 
 def _seed_of(*numbers: int) -> int:

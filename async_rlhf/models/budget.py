@@ -17,7 +17,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.memory import LearnerMemory, Pass, Shape
-from async_rlhf.models.packing import is_packed
+from async_rlhf.models.packing import is_packed, shares
 from async_rlhf.models.passes import Passes
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ def passes_alone(key: str, model: PreTrainedModel, config: OnlineConfig) -> Pass
     if tokens == "auto":
         memory = PassMemory.of([model], config, ALONE, with_gradient=False)
         tokens = fitting_tokens(f"annotate_max_tokens ({key})", memory, model.device, to_come=0.0)
-    return Passes(config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
+    width = model.config.get_text_config().hidden_size
+    return Passes(config.most_annotated, tokens, is_packed(model), width, shares(model))
 
 
 def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool | str) -> LearnerMemory:

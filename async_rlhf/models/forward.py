@@ -87,17 +87,23 @@ def head_in_float32(model: PreTrainedModel) -> None:
     head.register_forward_hook(hooks.after, always_call=True)
 
 
-def _places(mask_BT: Tensor, device: torch.device) -> Tensor:
-    """Where the mask is nonzero, as places in the flattened rows: (N,) on ``device``.
+def _places(mask_BT: Tensor) -> Tensor:
+    """Where the mask is nonzero, as places in the flattened rows: (N,) on the CPU.
 
-    The host waits for the device only if the mask is there.
+    The host waits for a GPU only if the mask is there.
     """
-    return mask_BT.flatten().nonzero().squeeze(1).to(device, non_blocking=True)
+    return mask_BT.cpu().flatten().nonzero().squeeze(1)
+
+
+def _tokens(tokens_BT: Tensor, places_N: Tensor, device: torch.device) -> Tensor:
+    """Tokens at places, on a device."""
+    return tokens_BT.flatten()[places_N.to(tokens_BT.device, non_blocking=True)].to(device, non_blocking=True)
 
 
 def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
     """(B, T) float32: the values at their places, 0 elsewhere."""
     empty_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=values_N.device)
+    places_N = places_N.to(values_N.device, non_blocking=True)
     return empty_BT.flatten().index_copy(0, places_N, values_N).view_as(empty_BT)
 
 
@@ -124,7 +130,7 @@ def over_response_logits(
     Returns:
         (K, N) float32 for the N response tokens.
     """
-    places_N = _places(sampled_BT, tokens_BT.device)
+    places_N = _places(sampled_BT)
     rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, routes_BTLE=routes_BTLE)
     return _over_logits(model, rows, places_N, reduce)[0]
 
@@ -146,6 +152,7 @@ def response_logprobs(
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
     routes_BTLE: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> PolicyOutput:
     """Log-probability of each response token, and the entropy of the distribution it was drawn from.
 
@@ -160,19 +167,38 @@ def response_logprobs(
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
         context: the ranks that share the rows; all of them get all numbers. The host then waits for the GPU.
         routes_BTLE: experts that the model's routers are to take; None for their own choice.
+        device: where the model computes; None for where the tokens are.
 
     Returns:
         (B, T) float32 tensors, 0 outside the response. The entropy, in nats, carries no gradient.
     """
-    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context, routes_BTLE)
-    places_N = _own(rows, _places(sampled_BT, tokens_BT.device))
-    reduce = LogprobsAndEntropies(tokens_BT.flatten()[places_N], temperature, with_entropies)
-    (logprobs_N, entropies_N), states_NH = _over_logits(model, rows, places_N, reduce)
-    values_BT = None
-    if value_head is not None:
-        values_BT = context.joined(_in_rows(_scalars(value_head, states_NH), places_N, tokens_BT))
-    entropies_BT = context.joined(_in_rows(entropies_N.detach(), places_N, tokens_BT))
-    return PolicyOutput(context.joined(_in_rows(logprobs_N, places_N, tokens_BT)), entropies_BT, values_BT)
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context, routes_BTLE, device)
+    places_N = _own(rows, _places(sampled_BT))
+    first_U, number_N = _unequal(rows.at(places_N - 1, move=False), tokens_BT.flatten()[places_N.to(tokens_BT.device)])
+    unequal_U = places_N[first_U]
+    reduce = LogprobsAndEntropies(_tokens(tokens_BT, unequal_U, rows.device), temperature, with_entropies)
+    (logprobs_U, entropies_U), states_UH = _over_logits(model, rows, unequal_U, reduce)
+
+    def in_rows(values_U: Tensor) -> Tensor:
+        values_N = values_U if number_N is None else values_U[number_N.to(values_U.device, non_blocking=True)]
+        return context.joined(_in_rows(values_N, places_N, tokens_BT))
+
+    values_BT = None if value_head is None else in_rows(_scalars(value_head, states_UH))
+    return PolicyOutput(in_rows(logprobs_U), in_rows(entropies_U.detach()), values_BT)
+
+
+def _unequal(places_N: Tensor, tokens_N: Tensor) -> tuple[Tensor | slice, Tensor | None]:
+    """Of tokens that follow states at these places, those that differ in either; and for each token which it is.
+
+    Returns:
+        Indices (U,) of the first of each, and the number (N,) of each token among them; all and None, if all differ.
+    """
+    pairs_N = places_N * (1 << 32) + tokens_N.cpu()
+    unequal_U, number_N = pairs_N.unique(return_inverse=True)
+    if len(unequal_U) == len(pairs_N):
+        return slice(None), None
+    first_U = torch.full_like(unequal_U, len(pairs_N)).scatter_reduce(0, number_N, torch.arange(len(pairs_N)), "amin")
+    return first_U, number_N
 
 
 def _own(rows: Layout, places_N: Tensor) -> Tensor:
@@ -186,6 +212,7 @@ def response_values(
     sampled_BT: Tensor,
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Value of the text before each response token.
 
@@ -196,12 +223,13 @@ def response_values(
             waits for the GPU to count them; on the CPU it waits for nothing.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
         context: the ranks that share the rows; see :func:`response_logprobs`.
+        device: where the model computes; None for where the tokens are.
 
     Returns:
         (B, T) float32, 0 outside the response.
     """
-    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context)
-    places_N = _own(rows, _places(sampled_BT, tokens_BT.device))
+    rows = laid_out(model, tokens_BT, None, sampled_BT, positions_BT, context, device=device)
+    places_N = _own(rows, _places(sampled_BT))
     values_N = _scalars(model.score, states_at(model, rows.inputs, rows.at(places_N - 1)))
     return context.joined(_in_rows(values_N, places_N, tokens_BT))
 
@@ -214,6 +242,7 @@ def end_values(
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
     routes_BTLE: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Value of each whole text, (B,) float32, by a value model or by a head on the policy's states.
 
@@ -225,10 +254,11 @@ def end_values(
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
         context: the ranks that share the rows; see :func:`response_logprobs`.
         routes_BTLE: experts that the policy's routers are to take; None for their own choice.
+        device: where the model computes; None for where the tokens are.
     """
     if not isinstance(value, nn.Linear):
-        return reward_scores(value, tokens_BT, lengths_B, positions_BT, context)
-    more = {"positions_BT": positions_BT, "routes_BTLE": routes_BTLE}
+        return reward_scores(value, tokens_BT, lengths_B, positions_BT, context, device)
+    more = {"positions_BT": positions_BT, "routes_BTLE": routes_BTLE, "device": device}
     return _at_ends(policy, value, tokens_BT, lengths_B, context, **more)
 
 
@@ -237,14 +267,14 @@ def _at_ends(
 ) -> Tensor:
     """(B,): the head's output at the last real token of each row; ``more`` as :func:`laid_out` takes it."""
     rows = laid_out(model, tokens_BT, lengths_B, None, context=context, **more)
-    longest, device = tokens_BT.shape[1], tokens_BT.device
-    ends_B = torch.arange(len(tokens_BT), device=device) * longest + lengths_B.to(device) - 1
+    ends_B = torch.arange(len(tokens_BT)) * tokens_BT.shape[1] + lengths_B.cpu() - 1
     own = rows.has(ends_B)
     found_N = _scalars(head, states_at(model, rows.inputs, rows.at(ends_B[own])))
     if isinstance(own, slice):
         return found_N
     # The rank that has the end of a row has computed its number.
-    return context.joined(found_N.new_zeros(own.shape).index_copy(0, own.nonzero().squeeze(1), found_N))
+    places_N = own.nonzero().squeeze(1).to(found_N.device, non_blocking=True)
+    return context.joined(found_N.new_zeros(own.shape).index_copy(0, places_N, found_N))
 
 
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
@@ -286,12 +316,13 @@ class PolicyAndValueWrapper(nn.Module):
         with_entropies: bool = True,
         positions_BT: Tensor | None = None,
         routes_BTLE: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
-        how = temperature, with_entropies, self.head, positions_BT, self.context, routes_BTLE
+        how = temperature, with_entropies, self.head, positions_BT, self.context, routes_BTLE, device
         output = response_logprobs(self.policy, tokens_BT, sampled_BT, *how)
         if isinstance(self.value, PreTrainedModel):
-            values_BT = response_values(self.value, tokens_BT, sampled_BT, positions_BT, self.context)
+            values_BT = response_values(self.value, tokens_BT, sampled_BT, positions_BT, self.context, device)
             return output._replace(values_BT=values_BT)
         return output
 
@@ -299,9 +330,10 @@ class PolicyAndValueWrapper(nn.Module):
 class RewardWrapper(PolicyAndValueWrapper):
     """A reward model that is trained, in the policy's place; its rows are all sampled, up to their ends."""
 
-    def forward(self, tokens_BT: Tensor, sampled_BT: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens_BT: Tensor, sampled_BT: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
         """See :func:`reward_scores`."""
-        return reward_scores(self.policy, tokens_BT, last_sampled(sampled_BT) + 1, context=self.context)
+        lengths_B, device = last_sampled(sampled_BT) + 1, rest[-1]
+        return reward_scores(self.policy, tokens_BT, lengths_B, context=self.context, device=device)
 
 
 def last_sampled(sampled_BT: Tensor) -> Tensor:
@@ -315,6 +347,7 @@ def reward_scores(
     lengths_B: Tensor,
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Score of each row, read at its last real token.
 
@@ -325,11 +358,12 @@ def reward_scores(
         lengths_B: real tokens of each row.
         positions_BT: of each token in what the model sees of its row; see :class:`~async_rlhf.types.Experience`.
         context: the ranks that share the rows; see :func:`response_logprobs`.
+        device: where the model computes; None for where the tokens are.
 
     Returns:
         (B,) float32.
     """
-    return _at_ends(model, model.score, tokens_BT, lengths_B, context, positions_BT=positions_BT)
+    return _at_ends(model, model.score, tokens_BT, lengths_B, context, positions_BT=positions_BT, device=device)
 
 
 def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, parallel: Parallel = ALONE) -> Tensor:
@@ -366,7 +400,8 @@ def score_in_batches(
         first.setdefault(name, row)
     number, unique = {name: i for i, name in enumerate(first)}, list(first.values())
     scores_B = torch.zeros(len(unique))
-    indices = passes.split(torch.tensor([len(row) for row in unique], dtype=torch.long), ranks=ranks)
+    texts = [[np.asarray(row, dtype=">i4")] for row in unique] if passes.shared else None
+    indices = passes.split(torch.tensor([len(row) for row in unique], dtype=torch.long), ranks=ranks, texts=texts)
     found = score([[unique[i] for i in index.tolist()] for index in indices])
     for index, scores in zip(indices, found, strict=True):
         scores_B[index] = scores
@@ -400,4 +435,4 @@ def score_padded(
     """
     device = model.device if device is None else device
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        return reward_scores(model, tokens_BT.to(device), lengths_B, context=context).float().cpu()
+        return reward_scores(model, tokens_BT, lengths_B, context=context, device=device).float().cpu()

@@ -18,10 +18,11 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from async_rlhf.config.base import require
 from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.models.forest import Branch, Forest, grown, walk
 from async_rlhf.models.routing import ROUTES, no_route
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 Packing = Literal["auto", True, False]
 _Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values: (B, H, T, D)."""
-_MARK = "_rows_are_packed"
+_MARK, _SHARES = "_rows_are_packed", "_rows_are_a_forest"
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers, as configurations name them, that look at other tokens by the attention function alone."""
@@ -62,22 +64,6 @@ WINDOWED = {
 }
 """Kinds of models that tell the attention function the window that is in their masks, too. Others do not: in
 transformers 5 qwen2_moe and phimoe have it only in the mask, olmoe only there."""
-
-
-@dataclass
-class PackedRows:
-    """Which tokens of a packed sequence are a row, or a text of one.
-
-    Compiled code looks at no attribute of such an object that it does not use. Of a tuple it would look at all, and the
-    lengths are as many as there are rows: there would be a graph for each number of them.
-    """
-
-    lengths: list[int]
-    longest: int
-    starts: Tensor
-    """Where each begins, and where the last one ends: int32, on the device."""
-    context: ContextGroup = WHOLE
-    """The ranks that share the sequence; its lengths are of all of it."""
 
 
 class Cut(NamedTuple):
@@ -104,19 +90,27 @@ class Layout(NamedTuple):
     inputs: dict[str, Any]
     """Arguments of the model's forward pass."""
     starts_S: Tensor | None = None
-    """Where each text begins in the flattened rows; None if the model gets the rows as they are."""
+    """Where each part of a text begins in the flattened rows; None if the model gets the rows as they are."""
     shifts_S: Tensor | None = None
     """How much earlier it begins in what the model gets."""
     cut: Cut | None = None
     """This rank's part, if ranks share the rows."""
 
-    def at(self, places_N: Tensor) -> Tensor:
-        """Where places of the flattened rows (B, T) are in the model's flattened hidden states."""
+    @property
+    def device(self) -> torch.device:
+        """On which the model gets them."""
+        return self.inputs["input_ids"].device
+
+    def at(self, places_N: Tensor, move: bool = True) -> Tensor:
+        """Where places of the flattened rows (B, T), on the CPU, are in the model's flattened hidden states, on its
+        device; or there, too, if they are not to be moved.
+        """
         places_N = self._whole(places_N)
-        return places_N if self.cut is None else self.cut.at(places_N)
+        places_N = places_N if self.cut is None else self.cut.at(places_N)
+        return places_N.to(self.device, non_blocking=True) if move else places_N
 
     def has(self, places_N: Tensor) -> Tensor | slice:
-        """Which of these places this rank has; all, if ranks do not share the rows, and else the host waits."""
+        """Which of these places this rank has; all, if ranks do not share the rows."""
         return slice(None) if self.cut is None else self.cut.has(self._whole(places_N))
 
     def _whole(self, places_N: Tensor) -> Tensor:
@@ -133,27 +127,35 @@ def laid_out(
     positions_BT: Tensor | None = None,
     context: ContextGroup = WHOLE,
     routes_BTLE: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Layout:
     """The rows as this model is to get them; see :func:`choose`.
 
     Args:
         model: gets them.
-        tokens_BT: padded on the right.
+        tokens_BT: padded on the right. If they are to be packed, and where any tensor of the rows is on a GPU, the host
+            waits for it.
         lengths_B: real tokens of each row; None for those up to the last where the mask is nonzero, of which the rest
             depends on nothing that follows.
-        mask_BT: may then not be None. Where it is on a GPU, the host waits for it.
+        mask_BT: may then not be None.
         positions_BT: of each token in its text; None if each row is one text.
         context: the ranks that share the rows. All of them must call it, and then the model.
         routes_BTLE: experts that the model's routers are to take; see :mod:`async_rlhf.models.routing`.
+        device: where the model computes; None for where the tokens are.
     """
+    device = tokens_BT.device if device is None else device
     if not is_packed(model) and positions_BT is None:
-        rows = Layout({"input_ids": tokens_BT, "use_cache": False, **_routes(routes_BTLE, tokens_BT)})
+        tokens_BT = tokens_BT.to(device, non_blocking=True)
+        rows = Layout({"input_ids": tokens_BT, "use_cache": False, **_routes(routes_BTLE, device)})
     else:
         if lengths_B is None:
             assert mask_BT is not None
             lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
         texts = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
-        rows = (_packed if is_packed(model) else _split)(tokens_BT, *texts, routes_BTLE)
+        if is_packed(model):
+            rows = _packed(tokens_BT, *texts, routes_BTLE, device, shares(model))
+        else:
+            rows = _split(tokens_BT, *texts, routes_BTLE, device)
     return rows if context.size == 1 else _cut(rows, context)
 
 
@@ -167,40 +169,84 @@ def _texts(longest: int, lengths_B: Tensor, positions_BT: Tensor | None = None) 
     return starts_S, torch.minimum(next_S, ends_B[starts_S // longest]) - starts_S
 
 
-def _routes(routes_BTLE: Tensor | None, tokens_BT: Tensor, cells: Tensor | None = None) -> dict[str, Tensor]:
-    """The routes where the tokens are, in the order in which the model gets these: by places in the flattened rows."""
+def _routes(routes_BTLE: Tensor | None, device: torch.device, cells: Tensor | None = None) -> dict[str, Tensor]:
+    """The routes where the model computes, for the tokens as it gets them: by places in the flattened rows."""
     if routes_BTLE is None:
         return {}
-    routes_BTLE = routes_BTLE.to(tokens_BT.device, non_blocking=True)
-    return {ROUTES: routes_BTLE if cells is None else routes_BTLE.flatten(0, 1)[cells]}
+    if cells is not None:
+        routes_BTLE = routes_BTLE.flatten(0, 1)[cells.to(routes_BTLE.device)]
+    return {ROUTES: routes_BTLE.to(device, non_blocking=True)}
 
 
-def _split(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor, routes_BTLE: Tensor | None = None) -> Layout:
+def _split(
+    tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor, routes_BTLE: Tensor | None, device: torch.device
+) -> Layout:
     """A row for each text. What stands behind it, in place of padding, is as good: no token sees a later one."""
-    device, longest = tokens_BT.device, int(lengths_S.max())
-    cells_ST = (starts_S[:, None] + torch.arange(longest)).clamp(max=tokens_BT.numel() - 1).to(device)
-    inputs = {"input_ids": tokens_BT.flatten()[cells_ST], "use_cache": False}
-    inputs |= _routes(routes_BTLE, tokens_BT, cells_ST)
-    return Layout(inputs, starts_S.to(device), (starts_S - torch.arange(len(starts_S)) * longest).to(device))
+    longest = int(lengths_S.max())
+    cells_ST = (starts_S[:, None] + torch.arange(longest)).clamp(max=tokens_BT.numel() - 1)
+    tokens_ST = tokens_BT.flatten()[cells_ST.to(tokens_BT.device)].to(device, non_blocking=True)
+    inputs = {"input_ids": tokens_ST, "use_cache": False, **_routes(routes_BTLE, device, cells_ST)}
+    return Layout(inputs, starts_S, starts_S - torch.arange(len(starts_S)) * longest)
 
 
-def _packed(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor, routes_BTLE: Tensor | None = None) -> Layout:
-    """All on the device of the tokens, which the host does not wait for."""
-    device = tokens_BT.device
-    bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths_S.cumsum(0)])
-    shifts_S, packed_N = starts_S - bounds[:-1], torch.arange(int(bounds[-1]))
-    places_N = (packed_N + shifts_S.repeat_interleave(lengths_S)).to(device, non_blocking=True)
-    lengths = lengths_S.tolist()
-    packed = PackedRows(lengths, max(lengths), bounds.int().to(device, non_blocking=True))
+def texts_of(tokens_BT: Tensor, starts_S: Tensor, lengths_S: Tensor, routes_BTLE: Tensor | None) -> list[np.ndarray]:
+    """What texts have to be compared by: their tokens, and where there are such their routes; (T,) each."""
+    tokens_N = tokens_BT.cpu().flatten().numpy().astype(">i4")
+    if routes_BTLE is not None:
+        routes_NX = routes_BTLE.cpu().flatten(0, 1).flatten(1).contiguous().view(torch.uint8).numpy()
+        cells_NX = np.ascontiguousarray(np.concatenate([tokens_N[:, None].view(np.uint8), routes_NX], axis=1))
+        tokens_N = cells_NX.view(np.dtype((np.void, cells_NX.shape[1])))[:, 0]
+    return [
+        tokens_N[start : start + length] for start, length in zip(starts_S.tolist(), lengths_S.tolist(), strict=True)
+    ]
+
+
+def texts_of_rows(
+    tokens_BT: Tensor, lengths_B: Tensor, positions_BT: Tensor | None = None, routes_BTLE: Tensor | None = None
+) -> list[list[np.ndarray]]:
+    """The texts of each row, as they are compared; all on the CPU."""
+    starts_S, lengths_S = _texts(tokens_BT.shape[1], lengths_B, positions_BT)
+    found: list[list[np.ndarray]] = [[] for _ in range(len(tokens_BT))]
+    rows = (starts_S // tokens_BT.shape[1]).tolist()
+    for row, text in zip(rows, texts_of(tokens_BT, starts_S, lengths_S, routes_BTLE), strict=True):
+        found[row].append(text)
+    return found
+
+
+def _packed(
+    tokens_BT: Tensor,
+    starts_S: Tensor,
+    lengths_S: Tensor,
+    routes_BTLE: Tensor | None,
+    device: torch.device,
+    sharing: bool,
+) -> Layout:
+    """All texts in one sequence; with ``sharing`` what they have in common at their beginning stands there once."""
+    order, alike = list(range(len(lengths_S))), [0] * len(lengths_S)
+    if sharing:
+        order, alike = walk(texts_of(tokens_BT, starts_S, lengths_S, routes_BTLE))
+    branches, paths = grown(lengths_S[order].tolist(), alike)
+    parts = [
+        (start, stop, int(place) + position, position)
+        for place, path in zip(starts_S[order], paths, strict=True)
+        for (start, stop), position in zip(path, accumulate((b - a for a, b in path), initial=0), strict=False)
+    ]
+    places_N = torch.empty(branches[-1].start + branches[-1].length, dtype=torch.long)
+    positions_N = torch.empty_like(places_N)
+    for start, stop, place, position in parts:
+        places_N[start:stop] = torch.arange(place, place + stop - start)
+        positions_N[start:stop] = torch.arange(position, position + stop - start)
+    tokens_N = tokens_BT.flatten()[places_N.to(tokens_BT.device)]
     inputs = {
-        "input_ids": tokens_BT.flatten()[places_N][None],
-        "position_ids": (packed_N - bounds[:-1].repeat_interleave(lengths_S))[None].to(device, non_blocking=True),
+        "input_ids": tokens_N[None].to(device, non_blocking=True),
+        "position_ids": positions_N[None].to(device, non_blocking=True),
         "attention_mask": torch.empty(1, 1, 0, 0, device=device),  # replaces a mask of N x N, and fits no attention
-        "packed_rows": packed,
+        "forest": Forest(branches, device),
         "use_cache": False,
-        **_routes(routes_BTLE, tokens_BT, places_N[None]),
+        **_routes(routes_BTLE, device, places_N[None]),
     }
-    return Layout(inputs, starts_S.to(device, non_blocking=True), shifts_S.to(device, non_blocking=True))
+    starts_S, shifts_S = torch.tensor(sorted((place, place - start) for start, _, place, _ in parts)).unbind(1)
+    return Layout(inputs, starts_S.contiguous(), shifts_S.contiguous())
 
 
 def _cut(rows: Layout, context: ContextGroup) -> Layout:
@@ -212,13 +258,8 @@ def _cut(rows: Layout, context: ContextGroup) -> Layout:
     length = -(-longest // context.size)
     first, added = context.rank * length, length * context.size - longest
     positions_BT = rows.inputs.get("position_ids", torch.arange(longest, device=device)[None])
-    packed = rows.inputs.get("packed_rows")
-    if packed is None:
-        whole = longest + added
-        packed = PackedRows([whole], whole, torch.arange(0, whole + 1, whole, dtype=torch.int32, device=device))
-    elif added:
-        starts = F.pad(packed.starts, (0, 1), value=longest + added)
-        packed = PackedRows([*packed.lengths, added], max(packed.longest, added), starts)
+    forest = rows.inputs.get("forest")
+    forest = Forest([Branch(0, longest + added, ())], device) if forest is None else forest.with_text(added)
 
     def mine(numbers_BT: Tensor) -> Tensor:
         return F.pad(numbers_BT, (0, added))[:, first : first + length]
@@ -228,7 +269,7 @@ def _cut(rows: Layout, context: ContextGroup) -> Layout:
         "input_ids": mine(tokens_BT),
         "position_ids": mine(positions_BT),
         "attention_mask": torch.empty(1, 1, 0, 0, device=device),
-        "packed_rows": replace(packed, context=context),
+        "forest": forest.shared_by(context),
     }
     if ROUTES in rows.inputs:  # what is added at the end has none: its routers choose for themselves
         routes_BTLE = rows.inputs[ROUTES]
@@ -243,12 +284,18 @@ def is_packed(model: PreTrainedModel) -> bool:
     return getattr(model, _MARK, False)
 
 
+def shares(model: PreTrainedModel) -> bool:
+    """Whether what packed rows have in common at their beginning is computed once."""
+    return getattr(model, _SHARES, False)
+
+
 def choose(
     packing: Packing,
     budget: bool,
     models: dict[str, PreTrainedModel],
     sixteen_bits: bool,
     device: torch.device | None = None,
+    sharing: bool = True,
 ) -> None:
     """Decide which of the models get their rows packed from now on.
 
@@ -260,6 +307,7 @@ def choose(
             there is any: it computes with them.
         sixteen_bits: whether they compute in float16 or bfloat16.
         device: where they compute; None for where their weights are.
+        sharing: whether what packed rows have in common at their beginning is computed once, if the model can.
 
     Raises:
         ConfigError: True, and one of them cannot be.
@@ -273,6 +321,13 @@ def choose(
         if why is not None:
             logger.info("packing: the rows of the %s are padded: it is a %s, %s", key, type(model).__name__, why)
         setattr(model, _MARK, wanted and why is None)
+        why = None
+        if is_packed(model) and sharing:
+            why = _difference(model, place, torch.is_autocast_enabled(place.type), sharing=True)
+        if why is not None:
+            what = "packing: what rows of the %s share is computed for each: it is a %s, %s"
+            logger.info(what, key, type(model).__name__, why)
+        setattr(model, _SHARES, is_packed(model) and sharing and why is None)
 
 
 def require_shared(models: dict[str, PreTrainedModel], size: int, device: torch.device | None = None) -> None:
@@ -371,14 +426,19 @@ def states_at(model: PreTrainedModel, inputs: dict[str, Any], places_N: Tensor |
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, device: torch.device, autocast: bool) -> str | None:
-    """The last check: whether two short rows come out packed as each does alone."""
-    lengths_B = torch.tensor([5, 3])
-    tokens_BT = torch.arange(1, 11, device=device).view(2, 5) % model.get_input_embeddings().num_embeddings
-    alone = [tokens_BT[i : i + 1, :length] for i, length in enumerate(lengths_B.tolist())]
-    right_NH = torch.cat([states_at(model, {"input_ids": row, "use_cache": False}, slice(None)) for row in alone])
+def _difference(model: PreTrainedModel, device: torch.device, autocast: bool, sharing: bool = False) -> str | None:
+    """The last check: whether short rows, some of which begin alike, come out packed as each does alone."""
+    lengths_B = torch.tensor([12, 5, 9, 12])
+    tokens_BT = torch.arange(1, 49).view(4, 12)
+    tokens_BT[2:, :7] = tokens_BT[0, :7]
+    tokens_BT[3, :9] = tokens_BT[2, :9]
+    tokens_BT = tokens_BT % model.get_input_embeddings().num_embeddings
+    rows = [tokens_BT[i : i + 1, :length].to(device) for i, length in enumerate(lengths_B.tolist())]
+    right_NH = torch.cat([states_at(model, {"input_ids": row, "use_cache": False}, slice(None)) for row in rows])
+    (places_N,) = (torch.arange(12) < lengths_B[:, None]).flatten().nonzero(as_tuple=True)
     try:
-        found_NH = states_at(model, _packed(tokens_BT, *_texts(5, lengths_B)).inputs, slice(None))
+        found = _packed(tokens_BT, *_texts(12, lengths_B), None, device, sharing)
+        found_NH = states_at(model, found.inputs, found.at(places_N))
     except Exception as error:  # of any kind: the code is not ours, and the rows can still be padded
         return f"which refuses packed rows ({type(error).__name__}: {error})"
     limit = 1e-4 if right_NH.dtype == torch.float32 and not autocast else 0.1
@@ -392,49 +452,58 @@ def _attention(
     key_BHTD: Tensor,
     value_BHTD: Tensor,
     attention_mask: Tensor | None,
-    packed_rows: PackedRows | None = None,
+    forest: Forest | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention by PyTorch, and the same for packed rows and for those that ranks share."""
     heads = query_BHTD, key_BHTD, value_BHTD
-    if packed_rows is None:
+    if forest is None:
         return sdpa_attention_forward(module, *heads, attention_mask, **options)
     window = options.pop("sliding_window", None) or None  # some models say 0 for none
     if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
         heads = query_BHTD.to(dtype), key_BHTD.to(dtype), value_BHTD.to(dtype)
-    if packed_rows.context.size > 1:
-        return _shared(module, heads, packed_rows, sliding_window=window, **options), None
+    if forest.context.size > 1:
+        return _exchanged(module, heads, forest, sliding_window=window, **options), None
     if len(query_BHTD) == 1 and _has_kernel(heads[0], heads[2]):
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in heads)
-        bounds = (packed_rows.starts, packed_rows.starts, packed_rows.longest, packed_rows.longest)
+        if forest.keys is not None:
+            key, value = key[forest.keys], value[forest.keys]
+        bounds = (forest.starts, forest.key_starts, forest.longest, forest.longest_keys)
+        # The last query of a branch is at its last key: so a window counts positions.
         sees, grouped = (-1 if window is None else window - 1, 0), query.shape[1] != key.shape[1]
         scale = options.get("scaling")
         out_NHD = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sees, enable_gqa=grouped)
         assert isinstance(out_NHD, Tensor)  # more only if asked for
         return out_NHD[None], None
-    return _row_by_row(module, heads, packed_rows, window, **options), None
+    return _in_calls(module, heads, forest, window, **options), None
 
 
 @torch.compiler.disable  # nothing is gained: what surrounds the exchange is attention's own kernel
-def _shared(module: nn.Module, heads: _Heads, packed_rows: PackedRows, **options: Any) -> Tensor:
+def _exchanged(module: nn.Module, heads: _Heads, forest: Forest, **options: Any) -> Tensor:
     """Attention (B, T / C, H, D) of this rank's part of the sequence: that of its part of the heads, exchanged."""
-    context, (query, key, value) = packed_rows.context, heads
+    context, (query, key, value) = forest.context, heads
     query, key, value = map(context.exchanged, (query, context.repeated(key), context.repeated(value)))
-    packed_rows = replace(packed_rows, context=WHOLE)
-    return context.exchanged(_attention(module, query, key, value, None, packed_rows, **options)[0])
+    out = _attention(module, query, key, value, None, forest.shared_by(WHOLE), **options)[0]
+    return context.exchanged(out)
 
 
 @torch.compiler.disable  # it would be unrolled
-def _row_by_row(module: Any, heads: _Heads, packed_rows: PackedRows, window: int | None, **options: Any) -> Tensor:
+def _in_calls(module: Any, heads: _Heads, forest: Forest, window: int | None, **options: Any) -> Tensor:
+    """Attention (B, N, H, D), a few branches at a time."""
     groups = heads[0].shape[1] // heads[1].shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:  # key heads that ranks repeat have fewer queries
         module = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
-    found = []
-    for row in zip(*(part.split(packed_rows.lengths, dim=2) for part in heads), strict=True):
-        mask = _window(row[0].shape[2], window, row[0].device)
-        found.append(sdpa_attention_forward(module, *row, mask, **options)[0])
-    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+    lengths, cuts, found = [call.length for call in forest.calls], forest.cuts, []
+    # Split once: the gradient of each slice would be as large as the whole.
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    outside = [part.split(sizes, dim=2) if len(cuts) > 2 else () for part in heads[1:]]
+    for number, (query, *own) in enumerate(zip(*(part.split(lengths, dim=2) for part in heads), strict=True)):
+        if pieces := forest.pieces(forest.calls[number]):
+            own = [torch.cat([*(part[n] for n in pieces), last], 2) for part, last in zip(outside, own, strict=True)]
+        mask = forest.mask(number, window, query.dtype)
+        found.append(sdpa_attention_forward(module, query, *own, mask, **options)[0])
+    return torch.cat(found, dim=1)  # of one, too: compiled code distinguishes views
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -447,15 +516,6 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 def runs_kernel(device: torch.device) -> bool:
     """Whether PyTorch has its kernel for packed rows there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of the last ``window`` tokens each token sees; None if each sees all tokens before it."""
-    if window is None or length <= window:
-        return None
-    places = torch.arange(length, device=device)
-    behind = places[:, None] - places
-    return ((behind >= 0) & (behind < window))[None, None]
 
 
 AttentionInterface.register("sdpa", _attention)

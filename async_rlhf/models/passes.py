@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from async_rlhf.models.forest import size_of, walk
 from async_rlhf.models.rows import by_length
+
+
+class _Unit(NamedTuple):
+    """Rows that belong together, and what they add to a pass."""
+
+    number: int
+    tokens: int
+    cost: int
+    more: int
+    """Tokens, after the unit before."""
+    more_cost: int
+
+
+class _Piece(NamedTuple):
+    """Units that begin alike, in a pass that has the beginning once."""
+
+    units: list[int]
+    tokens: int
+    cost: int
 
 
 @dataclass(frozen=True)
@@ -26,9 +49,17 @@ class Passes:
     """Whether the rows are packed."""
     width: int = 1
     """Size of the model's hidden states. By it, what a token costs depends on how many it looks at."""
+    shared: bool = False
+    """Whether what packed rows have in common at their beginning is computed once."""
 
-    def split(self, lengths_B: Tensor, rows_per_unit: int = 1, ranks: int = 1) -> list[Tensor]:
-        """The units of each pass: padded, those of similar length together, the longest first.
+    def split(
+        self,
+        lengths_B: Tensor,
+        rows_per_unit: int = 1,
+        ranks: int = 1,
+        texts: Sequence[Sequence[np.ndarray]] | None = None,
+    ) -> list[Tensor]:
+        """The units of each pass: those that begin alike together, padded those of similar length; the longest first.
 
         With a limit on tokens, passes cost about the same, and if possible there are as many for each rank. So a round,
         in which each rank has one pass, keeps no rank waiting.
@@ -37,57 +68,113 @@ class Passes:
             lengths_B: tokens of each row, at least 1; those of a unit are adjacent. On the CPU.
             rows_per_unit: how many rows a unit has.
             ranks: who share the passes.
+            texts: of each row; needed if what they have in common is computed once.
         """
         lengths_UR = lengths_B.view(-1, rows_per_unit)
         longest_U = lengths_UR.amax(dim=1)
-        if self.tokens is None:
-            return list(by_length(longest_U, self.units or max(1, len(longest_U))))
-        order_U = torch.argsort(longest_U, descending=True, stable=True)
+        trees = list[list[_Unit]]()
         if self.packed:
-            return [order_U[part] for part in self._mixed(lengths_UR[order_U].tolist(), ranks)]
+            trees = self._trees(lengths_UR.tolist(), texts if self.shared else None)
+        if self.tokens is None:
+            if trees and self.shared:
+                order = [unit.number for tree in trees for unit in tree]
+                return list(torch.tensor(order).split(self.units or len(order)))
+            return list(by_length(longest_U, self.units or max(1, len(longest_U))))
+        if self.packed:
+            return [torch.tensor(part) for part in self._mixed(trees, ranks)]
+        order_U = torch.argsort(longest_U, descending=True, stable=True)
         longest = longest_U[order_U].tolist()
         fewest = len(self._sizes(longest, rows_per_unit, math.inf))
         wanted = min(-(-fewest // ranks) * ranks, len(longest))
         return list(order_U.split(self._even(longest, rows_per_unit, wanted))) if longest else []
 
-    def _mixed(self, lengths: list[list[int]], ranks: int) -> list[list[int]]:
-        """Passes of any lengths, the most expensive first: each unit joins the cheapest pass that has room for it."""
-        tokens, limit, count = [sum(each) for each in lengths], self.tokens or 1, len(lengths)
-        least = -(-sum(min(each, limit) for each in tokens) // limit)
-        least = max(least, sum(2 * each > limit for each in tokens))  # no two of these share a pass
+    def _trees(self, lengths: list[list[int]], texts: Sequence[Sequence[np.ndarray]] | None) -> list[list[_Unit]]:
+        """Units that begin alike, in an order in which each shares the most with the one before."""
+        trees, rows, last = list[list[_Unit]](), len(lengths[0]) if lengths else 1, list[np.ndarray]()
+        units = [[*chain(*texts[n * rows : (n + 1) * rows])] for n in range(len(lengths))] if texts else []
+        for number in walk([unit[0] for unit in units])[0] if texts else range(len(lengths)):
+            tokens, whole = sum(lengths[number]), sum(map(self._cost, lengths[number]))
+            own = more = tokens
+            if texts:
+                own, more = size_of(units[number]), size_of([*last, *units[number]]) - size_of(last)
+                last = units[number]
+            if more == own or not trees:
+                trees.append([])
+            # What is shared costs nothing; the rest looks at as many tokens as alone.
+            trees[-1].append(_Unit(number, own, whole * own // tokens, more, whole * more // tokens))
+        return trees
+
+    def _cut(self, tree: list[_Unit], most: float) -> list[_Piece]:
+        """A tree in pieces of at most so many tokens; of a unit that has more by itself, a piece of its own."""
+        pieces = list[_Piece]()
+        for unit in tree:
+            last = pieces[-1] if pieces else None
+            if last and last.tokens + unit.more <= most and len(last.units) < (self.units or math.inf):
+                pieces[-1] = _Piece([*last.units, unit.number], last.tokens + unit.more, last.cost + unit.more_cost)
+            else:
+                pieces.append(_Piece([unit.number], unit.tokens, unit.cost))
+        return pieces
+
+    def _mixed(self, trees: list[list[_Unit]], ranks: int) -> list[list[int]]:
+        """Passes of any lengths, the most expensive first. A tree is cut where it is larger than a pass, and where
+        ranks would wait for the one that has it.
+        """
+        limit, ways = self.tokens or 1, []
+        for most in {limit, *(self._even_cut(trees, parts * ranks) for parts in (1, 2, 4) if ranks > 1)}:
+            pieces = [piece for tree in trees for piece in self._cut(tree, most)]
+            passes = self._joined(sorted(pieces, key=lambda piece: -piece.tokens), ranks)
+            ways.append((sum(cost for cost, _ in passes[::ranks]), -most, passes))
+        return [units for _, units in min(ways)[2]] if trees else []
+
+    def _even_cut(self, trees: list[list[_Unit]], pieces: int) -> int:
+        """The fewest tokens of a piece with which there are so many pieces at most; those of a pass, if there are more
+        trees.
+        """
+        low, high = 0, self.tokens or 1
+        while len(trees) <= pieces and high - low > 1:
+            middle = (low + high) // 2
+            fits = sum(len(self._cut(tree, middle)) for tree in trees) <= pieces
+            low, high = (low, middle) if fits else (middle, high)
+        return high
+
+    def _joined(self, pieces: list[_Piece], ranks: int) -> list[tuple[int, list[int]]]:
+        """Cost and units of passes, the most expensive first: each piece joins the cheapest pass that has room."""
+        limit, count = self.tokens or 1, len(pieces)
+        least = -(-sum(min(piece.tokens, limit) for piece in pieces) // limit)
+        least = max(least, sum(2 * piece.tokens > limit for piece in pieces))  # no two of these share a pass
         if self.units is not None:
-            least = max(least, -(-count // self.units))
-        units = list(zip(tokens, (sum(map(self._cost, each)) for each in lengths), strict=True))
+            least = max(least, -(-sum(len(piece.units) for piece in pieces) // self.units))
         for passes in range(-(-least // ranks) * ranks, count, ranks):
-            parts = self._filled(units, passes)
+            parts = self._filled(pieces, passes)
             if parts is not None:
                 return parts
-        return [[number] for number in range(count)]
+        return sorted(((piece.cost, piece.units) for piece in pieces), key=lambda part: -part[0])
 
-    def _filled(self, units: list[tuple[int, int]], passes: int) -> list[list[int]] | None:
-        """The same for a number of passes, of tokens and cost of each unit; None if some unit finds no room.
+    def _filled(self, pieces: list[_Piece], passes: int) -> list[tuple[int, list[int]]] | None:
+        """The same for a number of passes; None if some piece finds no room.
 
-        A pass without room waits until a unit comes that is short enough: mostly once, as the longest come first.
+        A pass without room waits until a piece comes that is short enough: mostly once, as the largest come first.
         """
-        most, room, costs = self.units or len(units), [self.tokens or 0] * passes, [0] * passes
+        most, room, costs = self.units or math.inf, [self.tokens or 0] * passes, [0] * passes
         parts: list[list[int]] = [[] for _ in range(passes)]
         cheapest, waiting = [(0, place) for place in range(passes)], list[tuple[int, int]]()
-        for number, (tokens, cost) in enumerate(units):
+        for units, tokens, cost in pieces:
             while waiting and -waiting[0][0] >= tokens:
                 place = heappop(waiting)[1]
                 heappush(cheapest, (costs[place], place))
-            while cheapest and parts[place := cheapest[0][1]] and room[place] < tokens:
+            fewer = most - len(units)
+            while cheapest and (mine := parts[place := cheapest[0][1]]) and (room[place] < tokens or len(mine) > fewer):
                 heappop(cheapest)
                 heappush(waiting, (-room[place], place))
             if not cheapest:
                 return None
             _, place = heappop(cheapest)
-            parts[place].append(number)
+            parts[place] += units
             room[place] -= tokens
             costs[place] += cost
             if len(parts[place]) < most:
                 heappush(cheapest, (costs[place], place))
-        return [parts[place] for _, place in sorted(zip(costs, range(passes), strict=True), reverse=True)]
+        return sorted(zip(costs, parts, strict=True), key=lambda part: -part[0])
 
     def _even(self, longest: list[int], rows: int, wanted: int) -> list[int]:
         """Sizes of at most ``wanted`` passes, the most expensive of which is nearly as cheap as can be."""

@@ -25,7 +25,7 @@ from async_rlhf.models.budget import PassMemory, fitting_tokens, passes_alone
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
-from async_rlhf.models.packing import is_packed
+from async_rlhf.models.packing import is_packed, shares
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.scatter import ScatteredBatches
 from async_rlhf.rewards.functions import (
@@ -317,7 +317,8 @@ class Scorer:
         assert model is not None
         if tokens == "auto":
             tokens = self._fitting_tokens()
-        return Passes(self.config.most_annotated, tokens, is_packed(model), model.config.get_text_config().hidden_size)
+        width = model.config.get_text_config().hidden_size
+        return Passes(self.config.most_annotated, tokens, is_packed(model), width, shares(model))
 
     def _fitting_tokens(self) -> int:
         """The largest number of tokens that a pass through the reward model can have on every rank."""

@@ -271,7 +271,10 @@ def test_an_unknown_key_in_the_file_is_named(files):
             "data.train: row 2 of .* has no 'query'; it has 'question'",
         ),
         ({"data.jsonl": '{"query": "a"}\n{"query": \n'}, "data.train: line 2 of .* is not JSON"),
-        ({"data.jsonl": '{"query": "a"}\n{"query": "\\udcff"}\n'}, "train_dataset: 'query' of row 2 is .*Unicode text"),
+        (
+            {"data.jsonl": '{"query": "a"}\n{"query": "\\udcff"}\n'},
+            "train_dataset: 'query' of row 2 has .*Unicode text",
+        ),
         ({"data.jsonl": b'{"query": "a"}\n{"query": "\xff"}\n'}, "data.train: line 2 of .* is not UTF-8"),
         ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
         ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import pickle
 import sys
-import textwrap
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import simulated_device
 import torch
 import transformers
+from planted import Fault, planted
 from simulated_device import Traffic, traffic
 from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, new_reward_model
 from transformers import TrainerCallback
@@ -312,40 +308,10 @@ def tokens_in_flight(device: str) -> list[tuple[list[int], list[int]]]:
     return [(sample.drawn.tolist(), sample.versions.tolist()) for samples in completions for sample in samples]
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A mistake in one function of the package."""
-
-    function: str
-    """Module below the package and name within it: "models.forward:score_batch"."""
-    right: str
-    """What the function says, once."""
-    wrong: str
-    """What it says with the mistake."""
-
-
 def with_fault(fault: Fault, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a function while the package has the fault, in this process."""
-    with _planted(fault):
+    with planted(fault):
         return function(*args, **options)
-
-
-@contextmanager
-def _planted(fault: Fault) -> Iterator[None]:
-    module, _, name = fault.function.partition(":")
-    place: Any = importlib.import_module(f"async_rlhf.{module}")
-    function = inspect.unwrap(attrgetter(name)(place))
-    source = textwrap.dedent(inspect.getsource(function))
-    if source.count(fault.right) != 1:
-        raise LookupError(f"{fault.function} says {fault.right!r} {source.count(fault.right)} times; must be once")
-    text = source.replace(fault.right, fault.wrong)
-    found: dict[str, Any] = {}
-    exec(compile(text, f"<{fault.function}>", "exec", annotations.compiler_flag), dict(function.__globals__), found)
-    right, function.__code__ = function.__code__, inspect.unwrap(found[function.__name__]).__code__
-    try:
-        yield
-    finally:
-        function.__code__ = right
 
 
 def leaves(device: str) -> list[float]:

@@ -26,11 +26,11 @@ def refused(place: str, right: str, wrong: str, options: dict[str, object] = GRP
 
 REFUSED = {
     "tokens of the learner left on the host": refused(
-        "learner.learner:Learner._add", 'part["tokens_BT"].to(device)', 'part["tokens_BT"]'
+        "learner.learner:Learner._add", '"device": device', '"device": None'
     ),
     "micro-batch left on the host": refused("learner.learner:Learner._backward", "in_one_copy(part, device)", "part"),
     "tokens of the reward model left on the host": refused(
-        "models.forward:score_padded", "tokens_BT.to(device)", "tokens_BT"
+        "models.forward:score_padded", "context=context, device=device", "context=context"
     ),
     "prompts left on the host": refused(
         "generation.transformers_engine:TransformersEngine.prefill",
@@ -95,7 +95,9 @@ REFUSED = {
     "zeros made on the host": refused(
         "models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"
     ),
-    "tokens on another GPU": refused("models.forward:score_padded", "tokens_BT.to(device)", 'tokens_BT.to("cuda:1")'),
+    "tokens on another GPU": refused(
+        "models.forward:score_padded", "context=context, device=device", 'context=context, device="cuda:1"'
+    ),
 }
 REQUIRED = {
     update_twice: require_update,
@@ -119,7 +121,7 @@ TOO_DEAR = {
         "torch.as_tensor(float(value), dtype=torch.float64)",
     ),
     "response tokens counted on the device": too_dear(
-        update_twice, "learner.learner:Learner._backward", "rows.sampled_BT, config", "micro_batch.sampled_BT, config"
+        update_twice, "learner.learner:Learner._backward", "rows.sampled_BT, *how", "micro_batch.sampled_BT, *how"
     ),
     "ratios read after every micro-batch": too_dear(
         update_twice,

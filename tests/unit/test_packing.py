@@ -9,7 +9,8 @@ from functools import partialmethod
 import pytest
 import torch
 import transformers as hf
-from tiny import LLAMA_SIZES, new_policy
+from families import KINDS, WINDOW, gradients, made, sizes
+from tiny import new_policy
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -29,37 +30,6 @@ from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle, req
 LENGTHS_B = torch.tensor([30, 7, 19, 3, 12])
 PROMPTS_B = torch.tensor([10, 3, 18, 1, 12])
 """The last row has no response."""
-WINDOW = 8
-
-
-def sizes(kind: str) -> dict[str, object]:
-    """A tiny model, with experts and a window where its kind has them."""
-    common = {
-        "vocab_size": 64,
-        "vocab_size_per_layer_input": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "pad_token_id": 0,
-    }
-    if kind in ("gpt_neox", "gpt2", "opt"):
-        return common | {"intermediate_size": 64, "max_position_embeddings": 64}
-    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    window = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1} if kind in WINDOWED else {}
-    return common | LLAMA_SIZES | {"vocab_size": 64, "head_dim": 8} | experts | window
-
-
-def made(kind: str, values: bool = False) -> hf.PreTrainedModel:
-    torch.manual_seed(0)
-    config: hf.PretrainedConfig = CONFIG_MAPPING[kind](**sizes(kind))
-    if values:
-        config.num_labels = 1
-    model = (hf.AutoModelForSequenceClassification if values else hf.AutoModelForCausalLM).from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)  # else attention hardly matters
-    return model.eval()
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -72,12 +42,6 @@ def rows() -> tuple[Tensor, Tensor]:
 def packed(model: hf.PreTrainedModel, wanted: bool = True) -> None:
     choose(wanted, False, {"model": model}, False)
     assert is_packed(model) is wanted
-
-
-def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def require_same(model: hf.PreTrainedModel, compute) -> None:
@@ -95,9 +59,6 @@ def require_same(model: hf.PreTrainedModel, compute) -> None:
     assert largest > 1e-3
     for name, gradient in padded_gradients.items():
         torch.testing.assert_close(of_packed[name], gradient, rtol=1e-5, atol=1e-5 * largest.item(), msg=name)
-
-
-KINDS = sorted({*WINDOWED, "gpt_neox", "gpt2", "llama", "opt"})
 
 
 @pytest.mark.parametrize("kind", KINDS)

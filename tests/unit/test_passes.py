@@ -6,10 +6,12 @@ import logging
 from dataclasses import replace
 from heapq import heappush
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planted import Fault, planted
 from tiny import new_args, new_policy
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,6 +21,7 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.context import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models import budget
+from async_rlhf.models.forest import size_of
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, dealt
@@ -102,8 +105,8 @@ def test_passes_are_filled_up_to_their_limits(passes, lengths, expected):
 
 
 def by_the_rule(lengths_UR: list[list[int]], units: int, limit: int, ranks: int, width: int) -> list[list[int]]:
-    """Packed passes by the rule, in loops: each unit, the longest first, joins the cheapest pass with room for it."""
-    order = sorted(range(len(lengths_UR)), key=lambda i: -max(lengths_UR[i]))
+    """Packed passes by the rule, in loops: each unit, the largest first, joins the cheapest pass with room for it."""
+    order = sorted(range(len(lengths_UR)), key=lambda i: -sum(lengths_UR[i]))
     cost = {i: sum(n * (12 * width + n) for n in lengths_UR[i]) for i in order}
     tokens = {i: sum(lengths_UR[i]) for i in order}
     for count in range(ranks, len(order), ranks):
@@ -124,6 +127,60 @@ def test_packed_passes_are_those_of_the_rule(lengths, units, tokens, ranks, rows
     found = Passes(units, tokens, True, 8).split(torch.tensor(lengths_UR).flatten(), rows, ranks)
     right = by_the_rule(lengths_UR, units, tokens, ranks, 8)
     assert sorted(part.tolist() for part in found) == sorted(part for part in right if part)
+
+
+def passes_over_their_limits(texts, units, tokens, ranks, rows) -> list[list[int]]:
+    """Passes whose forests have more tokens than they may, or more units."""
+    texts = [[np.array(text, dtype=">i4")] for text in texts[: len(texts) // rows * rows]]
+    lengths_B = torch.tensor([len(text) for (text,) in texts])
+    parts = Passes(units, tokens, True, 8, shared=True).split(lengths_B, rows, ranks, texts)
+    assert sorted(n for part in parts for n in part.tolist()) == list(range(len(texts) // rows))
+    hands = [list(dealt(parts, rank, ranks)) for rank in range(ranks)]
+    assert len({len(hand) for hand in hands}) == 1
+    found = [[n * rows + row for n in part.tolist() for row in range(rows)] for part in parts]
+    sizes = [size_of([text for n in part for text in texts[n]]) for part in found]
+    many = [
+        len(part) > rows and (size > tokens or len(part) > units * rows)
+        for part, size in zip(found, sizes, strict=True)
+    ]
+    return [part for part, over in zip(found, many, strict=True) if over]
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=2, max_size=12)
+SHARED = {"texts": TEXTS, "units": st.integers(1, 12), "ranks": st.integers(1, 4), "rows": st.integers(1, 2)}
+
+
+@given(tokens=st.integers(1, 60), **SHARED)
+def test_what_rows_share_counts_once_in_the_limit_of_a_pass(texts, units, tokens, ranks, rows):
+    assert passes_over_their_limits(texts, units, tokens, ranks, rows) == []
+
+
+def test_a_tree_is_cut_between_branches_where_it_is_larger_than_a_pass_or_ranks_would_wait():
+    """20 tokens and 4 answers of 5."""
+    texts = [[np.array([*range(20), *[30 + n] * 5], dtype=">i4")] for n in (0, 1, 2, 3)]
+
+    def found(tokens: int, ranks: int) -> list[list[int]]:
+        parts = Passes(None, tokens, True, 8, shared=True).split(torch.tensor([25] * 4), 1, ranks, texts)
+        return [sorted(part.tolist()) for part in parts]
+
+    assert found(40, 1) == [[0, 1, 2, 3]]
+    assert found(35, 1) == [[0, 1, 2], [3]]
+    assert sorted(map(len, found(40, 2))) == [2, 2]
+    assert sorted(map(len, found(40, 4))) == [1, 1, 1, 1]
+    with planted(Fault("models.passes:Passes._cut", "[unit.number], unit.tokens, ", "[unit.number], unit.more, ")):
+        assert found(25, 1) != [[0], [1], [2], [3]]
+    assert found(25, 1) == [[0], [1], [2], [3]]
+
+
+def test_a_beginning_that_all_rows_share_leaves_passes_full():
+    """A system message of 30 tokens, before 64 prompts of 10 with 4 answers of 10."""
+    texts = [
+        [np.array([*range(30), *[99 + p] * 10, *[999 + k] * 10], dtype=">i4")] for p in range(64) for k in range(4)
+    ]
+    parts = Passes(None, 512, True, 64, shared=True).split(torch.tensor([50] * 256), 1, 1, texts)
+    sizes = [size_of([texts[n][0] for n in part.tolist()]) for part in parts]
+    assert sum(sizes) < 1.15 * (30 + 64 * 50)
+    assert len(parts) <= 8
 
 
 def test_8192_ragged_rows_are_packed_without_asking_each_pass(monkeypatch):

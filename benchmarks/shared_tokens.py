@@ -1,0 +1,157 @@
+"""What it saves to compute once what rows have in common at their beginning: packed rows against the forest of them.
+
+    python benchmarks/shared_tokens.py [--json] [--rounds 5] [--shapes tldr4 sums] [--models neox llama]
+
+Forward and backward pass of the log-probabilities of the answers, by the learner's own functions, on one thread. K
+answers of random tokens follow a prompt; their lengths are 0.5 to 1.5 times what the shape says. Both ways take turns
+within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `llama` has SmolLM2-135M's shape, 6 of its
+30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
+
+    tokens    of the rows, and of their forest
+    bound     rows / forest: what would be saved if a token cost the same wherever it stands, and all else nothing
+    all       the same with the multiplications of the blocks and of the head, which is shared only where answers are
+    ratio     processor time of packed rows / of the forest: the median over rounds, the smallest and the largest
+    part      ratio / bound
+    memory    bytes kept for the backward pass, packed rows / forest
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from smallest import parse
+from torch import Tensor
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from async_rlhf.models.forward import response_logprobs
+from async_rlhf.models.packing import choose
+
+SHAPES = {
+    "docstrings2": (17, 19, 2, 64),
+    "docstrings4": (17, 19, 4, 32),
+    "sums": (45, 7, 8, 8),
+    "tldr2": (512, 53, 2, 4),
+    "tldr4": (512, 53, 4, 2),
+    "reasoning": (256, 512, 8, 1),
+    "agents": (1024, 256, 8, 1),
+    "tiny": (8, 4, 2, 2),
+}
+"""Tokens of a prompt and of an answer, K, and prompts."""
+WORDS = 4000
+
+
+def model_of(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    longest = {"max_position_embeddings": 4096}
+    if kind == "neox":
+        sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
+        return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=4096, **sizes, **longest))
+    sizes = {"hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "intermediate_size": 1536}
+    config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, **sizes, **longest)
+    return LlamaForCausalLM(config)
+
+
+def rows_of(prompt: int, answer: int, samples: int, prompts: int) -> tuple[Tensor, Tensor]:
+    """Tokens and mask of the answers."""
+    random = torch.Generator().manual_seed(1)
+    tokens_BT = torch.randint(0, WORDS, (prompts * samples, prompt + 2 * answer), generator=random)
+    tokens_BT[:, :prompt] = tokens_BT[::samples, :prompt].repeat_interleave(samples, dim=0)
+    lengths_B = (answer * (0.5 + torch.rand(len(tokens_BT), generator=random))).long().clamp(min=1) + prompt
+    places_T = torch.arange(tokens_BT.shape[1])
+    return tokens_BT, ((places_T >= prompt) & (places_T < lengths_B[:, None])).float()
+
+
+def step(model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor) -> float:
+    """Seconds of the processor."""
+    model.zero_grad()
+    started = time.process_time()
+    response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False).logprobs_BT.sum().backward()
+    return time.process_time() - started
+
+
+def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, int, int]:
+    """Tokens of the blocks, states of the head, and bytes kept for the backward pass."""
+    seen, kept = list[int](), dict[int, int]()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    head = model.get_output_embeddings()
+    handles = [
+        model.register_forward_pre_hook(
+            lambda _m, _a, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+        ),
+        head.register_forward_pre_hook(lambda _m, given: seen.append(len(given[0]))),
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute()
+    for handle in handles:
+        handle.remove()
+    return seen[0], seen[1], sum(kept.values())
+
+
+def measure(kind: str, shape: str, rounds: int) -> dict[str, Any]:
+    model, rows = model_of(kind), rows_of(*SHAPES[shape])
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    counts = {}
+    for turn in range(rounds + 1):
+        for shared in seconds:
+            choose(True, False, {"model": model}, False, sharing=shared)
+            if turn == 0:
+                counts[shared] = counted(model, lambda: step(model, *rows))
+            else:
+                seconds[shared].append(step(model, *rows))
+    head = model.get_output_embeddings().weight.numel()
+    blocks = sum(p.numel() for layer in model.base_model.layers for p in layer.parameters())
+    work = {shared: tokens * blocks + states * head for shared, (tokens, states, _) in counts.items()}
+    ratios = [packed / forest for packed, forest in zip(*seconds.values(), strict=True)]
+    bound, ratio = counts[False][0] / counts[True][0], statistics.median(ratios)
+    return {
+        "model": kind,
+        "shape": shape,
+        "tokens": counts[False][0],
+        "forest": counts[True][0],
+        "bound": bound,
+        "all": work[False] / work[True],
+        "ratio": ratio,
+        "smallest": min(ratios),
+        "largest": max(ratios),
+        "part": ratio / bound,
+        "memory": counts[False][2] / counts[True][2],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the rows as one line of JSON, last")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = [shape for shape in SHAPES if shape != "tiny"]
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=given)
+    parser.add_argument("--models", nargs="+", choices=("neox", "llama"), default=["neox", "llama"])
+    options = parse(parser, rounds=1, shapes=["tiny"], models=["neox"])
+    torch.set_num_threads(1)
+    columns = ["bound", "all", "ratio", "smallest", "largest", "part", "memory"]
+    print(f"{'model':<7}{'shape':<12}{'tokens':>8}{'forest':>8}" + "".join(f"{name:>10}" for name in columns))
+    rows = []
+    for kind in options.models:
+        for shape in options.shapes:
+            row = measure(kind, shape, options.rounds)
+            rows.append(row)
+            numbers = "".join(f"{row[name]:>10.2f}" for name in columns)
+            print(f"{kind:<7}{shape:<12}{row['tokens']:>8}{row['forest']:>8}{numbers}", flush=True)
+    if options.json:
+        print(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
