@@ -8,8 +8,9 @@ within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `ll
 30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
 
     tokens    of the rows, and of their forest
-    bound     rows / forest: what would be saved if a token cost the same wherever it stands, and all else nothing
-    all       the same with the multiplications of the blocks and of the head, which is shared only where answers are
+    fewer     rows / forest: what would be saved if a token cost the same wherever it stands, and all else nothing
+    bound     multiplications, rows / forest: those of blocks, of the head, which is shared only where answers are, and
+              of attention, as answers attend to the prompt either way
     ratio     processor time of packed rows / of the forest: the median over rounds, the smallest and the largest
     part      ratio / bound
     memory    bytes kept for the backward pass, packed rows / forest
@@ -75,9 +76,17 @@ def step(model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor) -> float:
     return time.process_time() - started
 
 
-def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, int, int]:
-    """Tokens of the blocks, states of the head, and bytes kept for the backward pass."""
-    seen, kept = list[int](), dict[int, int]()
+def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, float, int]:
+    """Tokens, multiplications of a forward pass, and bytes kept for the backward pass."""
+    tokens, work, kept = list[int](), list[float](), dict[int, int]()
+    head, layers, width = model.get_output_embeddings(), model.base_model.layers, model.config.hidden_size
+
+    def count(_model: Any, _args: Any, given: dict[str, Any]) -> None:
+        tokens.append(given["input_ids"].numel())
+        work.extend(float(tokens[0] * p.numel()) for layer in layers for p in layer.parameters())
+        pairs = sum(b.length * (b.position + (b.length + 1) / 2) for b in given["forest"].branches)
+        work.append(2 * width * pairs * len(layers))
+
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -88,16 +97,14 @@ def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, in
 
     head = model.get_output_embeddings()
     handles = [
-        model.register_forward_pre_hook(
-            lambda _m, _a, given: seen.append(given["input_ids"].numel()), with_kwargs=True
-        ),
-        head.register_forward_pre_hook(lambda _m, given: seen.append(len(given[0]))),
+        model.register_forward_pre_hook(count, with_kwargs=True),
+        head.register_forward_pre_hook(lambda _m, given: work.append(float(len(given[0]) * head.weight.numel()))),
     ]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         compute()
     for handle in handles:
         handle.remove()
-    return seen[0], seen[1], sum(kept.values())
+    return tokens[0], sum(work), sum(kept.values())
 
 
 def measure(kind: str, shape: str, rounds: int) -> dict[str, Any]:
@@ -111,23 +118,21 @@ def measure(kind: str, shape: str, rounds: int) -> dict[str, Any]:
                 counts[shared] = counted(model, lambda: step(model, *rows))
             else:
                 seconds[shared].append(step(model, *rows))
-    head = model.get_output_embeddings().weight.numel()
-    blocks = sum(p.numel() for layer in model.base_model.layers for p in layer.parameters())
-    work = {shared: tokens * blocks + states * head for shared, (tokens, states, _) in counts.items()}
     ratios = [packed / forest for packed, forest in zip(*seconds.values(), strict=True)]
-    bound, ratio = counts[False][0] / counts[True][0], statistics.median(ratios)
+    fewer, bound, memory = (packed / forest for packed, forest in zip(counts[False], counts[True], strict=True))
+    ratio = statistics.median(ratios)
     return {
         "model": kind,
         "shape": shape,
         "tokens": counts[False][0],
         "forest": counts[True][0],
+        "fewer": fewer,
         "bound": bound,
-        "all": work[False] / work[True],
         "ratio": ratio,
         "smallest": min(ratios),
         "largest": max(ratios),
         "part": ratio / bound,
-        "memory": counts[False][2] / counts[True][2],
+        "memory": memory,
     }
 
 
@@ -140,7 +145,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("neox", "llama"), default=["neox", "llama"])
     options = parse(parser, rounds=1, shapes=["tiny"], models=["neox"])
     torch.set_num_threads(1)
-    columns = ["bound", "all", "ratio", "smallest", "largest", "part", "memory"]
+    columns = ["fewer", "bound", "ratio", "smallest", "largest", "part", "memory"]
     print(f"{'model':<7}{'shape':<12}{'tokens':>8}{'forest':>8}" + "".join(f"{name:>10}" for name in columns))
     rows = []
     for kind in options.models:

@@ -443,27 +443,38 @@ BATCH = batch_of(
 )
 
 
+def operations(prompts: float, completions: int) -> float:
+    """Of a forward pass, in which each prompt of 100 tokens is there once; completions have 20."""
+    return (2e9 + SEEN * 50) * prompts * 100 + (2e9 + SEEN * 110) * completions * 20
+
+
 def test_seconds_of_the_learner_worked_by_hand():
     line = Roofline(PLAIN, SMALL, BATCH)
-    forward = 1.5 * (2e9 + SEEN * 60) * 8 * 4 * 120 / 1e12
-    update = 3 * (2e9 + SEEN * 60) * 8 * 2 * 120 / 0.5e12
+    forward = 1.5 * operations(8, 32) / 1e12
+    update = 3 * operations(8, 16) / 0.5e12
     assert line.learn_seconds(1) == pytest.approx(forward + update)
     # All but one part of 4 bytes a parameter goes round twice.
     assert line.learn_seconds(4) == pytest.approx((forward + update) / 4 + 2 * 0.75 * 4e9 / 10e9)
     half = Roofline(PLAIN, SMALL, replace(BATCH, trained_prompts=4))  # of 8 prompts
     assert half.learn_seconds(1) == pytest.approx(forward + update / 2)
     twice = Roofline(PLAIN, replace(SMALL, recompute=True), replace(BATCH, num_epochs=2, num_mini_batches=3))
+    # Both completions of a prompt are in the same third of a batch by a chance of 1 / 3.
+    update = 3 * operations(8 * (1 / 3 + 2 * 2 / 3), 16) / 0.5e12
     assert twice.learn_seconds(2) == pytest.approx((forward + 2 * update * 8 / 6) / 2 + 6 * 2 * 0.5 * 4e9 / 10e9)
+    # Padded rows, as in float32 on a GPU, have a prompt each.
+    padded = Roofline(PLAIN, replace(SMALL, bf16=False), BATCH)
+    forward, update = 1.5 * operations(32, 32) / 1e12, 3 * operations(16, 16) / 0.5e12
+    assert padded.learn_seconds(1) == pytest.approx(forward + update)
 
 
 def test_frozen_models_on_devices_of_their_own_worked_by_hand():
     """The reference policy has 1e9 parameters, the reward model half of them; the learner keeps the update."""
-    forward = (2e9 + SEEN * 60) * 8 * 4 * 120 / 1e12
+    forward = operations(8, 32) / 1e12
     for count, seconds in ((1, 1.5 * forward), (2, forward)):
         line = Roofline(PLAIN, replace(SMALL, frozen_devices=count), BATCH)
         (row,) = line.batches(Split(1, 1))
         assert row.rewards == pytest.approx(seconds)
-        assert row.learn == pytest.approx(3 * (2e9 + SEEN * 60) * 8 * 2 * 120 / 0.5e12)
+        assert row.learn == pytest.approx(3 * operations(8, 16) / 0.5e12)
     assert line.learner_bytes(1)[0] == pytest.approx(16e9)  # without theirs
     assert Roofline(PLAIN, SMALL, BATCH).frozen_seconds() == 0
     few = replace(PLAIN, memory_gb=2.5)
@@ -599,11 +610,12 @@ def test_ranks_that_share_rows_take_the_time_of_what_they_exchange():
     """Worked by hand: of 10 blocks, 2 x (1000 queries + 256 keys) x 2 bytes a token, half of which goes elsewhere."""
     one, two = (Roofline(PLAIN, replace(SMALL, context_parallel=size), BATCH) for size in (1, 2))
     token = 10 * 2 * (1000 + 2 * 128) * 2 / 2
-    passes = 2 * 8 * 2 * 120 + 8 * 4 * 120  # trained on, and those of the reference; the reward model exchanges nothing
+    trained, scored = 8 * 100 + 16 * 20, 8 * 100 + 32 * 20
+    passes = 2 * trained + scored  # trained on, and those of the reference; the reward model exchanges nothing
     assert two.learn_seconds(4) - one.learn_seconds(4) == pytest.approx(passes * token / (4 * 10e9))
     again = [replace(line, model=replace(line.model, recompute=True)) for line in (one, two)]
     gap = again[1].learn_seconds(4) - again[0].learn_seconds(4)
-    assert gap == pytest.approx((passes + 8 * 2 * 120) * token / (4 * 10e9))
+    assert gap == pytest.approx((passes + trained) * token / (4 * 10e9))
     exact = replace(two, model=replace(two.model, bf16=False, recompute=False, frozen_devices=2))
     alone = replace(exact, model=replace(exact.model, context_parallel=1))
     gap = exact.learn_seconds(4) - alone.learn_seconds(4)
@@ -802,7 +814,7 @@ def test_attention_grows_with_the_length(longer, share):
     config = recipe("llama_8b_16k_32_gpus")
     tokens = replace(config.workload, prompt_tokens=1, response_length=longer - 1, response_tokens=longer - 1)
     line = estimate(replace(config, workload=tokens))
-    assert line._forward(8.03e9) / (2 * 8.03e9) == pytest.approx(share, rel=0.01)
+    assert line._forward(8.03e9, (0, 1)) / (2 * 8.03e9) == pytest.approx(share, rel=0.01)
 
 
 def test_the_update_takes_about_as_long_as_others_report():
@@ -942,9 +954,9 @@ def test_a_run_of_too_few_batches_is_refused(tmp_path):
 
 
 PROPOSED = {
-    "llama_8b_8_gpus": ("generation.workers: 2 ", "tensor_parallel"),
+    "llama_8b_8_gpus": ("generation.workers: 3 ", "tensor_parallel"),
     "llama_70b_32_gpus": ("parallel.ranks: 28, generation.vllm.tensor_parallel_size: 4: ", "in_flight"),
-    "llama_70b_64_gpus": ("parallel.ranks: 48, generation.vllm.tensor_parallel_size: 4: ", "in_flight"),
+    "llama_70b_64_gpus": ("parallel.ranks: 40, generation.vllm.tensor_parallel_size: 8: ", "in_flight"),
     "llama_8b_16k_32_gpus": ("staleness_mode: bounded, generation.in_flight: true, ", "tensor_parallel"),
 }
 """What is proposed for a recipe, and what is not: several devices and one queue only where they are needed."""

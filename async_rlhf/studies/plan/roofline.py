@@ -244,30 +244,30 @@ class Roofline:
         if held > self._room():
             told = f"{held / 1e9:.0f} GB for their weights, and {count} of model.frozen_devices"
             raise DoesNotFitError(f"reference and reward model need {told} has {self._room() / 1e9:.0f}")
-        scored = batch.prompts * batch.samples_per_prompt * (batch.prompt_tokens + batch.response_tokens)
-        each = [self._forward(size) * scored / (hardware.tflops * 1e12 * hardware.forward_mfu) for size in self._judges]
+        scored = self._forest(batch.prompts, batch.samples_per_prompt)
+        each = [self._forward(size, scored) / (hardware.tflops * 1e12 * hardware.forward_mfu) for size in self._judges]
         return sum(each) if count == 1 else max(each)
 
     def learn_seconds(self, learners: int) -> float:
         """Seconds of reward, reference and value model and update with this many learners."""
         batch, hardware, model = self.batch, self.hardware, self.model
-        length = batch.prompt_tokens + batch.response_tokens
         peak = hardware.tflops * 1e12 * learners
-        scored = batch.prompts * batch.samples_per_prompt * length
-        trained = batch.rows * length * batch.num_epochs
-        here = [] if model.frozen_devices else self._judges
-        judges, trains = sum(map(self._forward, (*here, self._value))), self._forward(self._policy)
-        trains += self._forward(self._value)
-        forward = judges * scored / (peak * hardware.forward_mfu)
-        update = (4 if self.recompute(learners) is True else 3) * trains * trained / (peak * hardware.train_mfu)
+        scored = self._forest(batch.prompts, batch.samples_per_prompt)
+        trained = self._forest(batch.trained_prompts or batch.prompts, batch.trained_per_prompt, batch.num_mini_batches)
+        judges = sum(self._forward(size, scored) for size in (*self._here, self._value))
+        trains = sum(self._forward(size, trained) for size in (self._policy, self._value)) * batch.num_epochs
+        forward = judges / (peak * hardware.forward_mfu)
+        update = (4 if self.recompute(learners) is True else 3) * trains / (peak * hardware.train_mfu)
         around, gbs = (learners - 1) / learners, hardware.reduce_gbs * 1e9
         if self._sharded:  # once for a forward pass, twice for one with gradient
             whole = around * _GATHERED_BYTES / gbs / learners
-            forward = max(forward, (self._frozen + self._value) * whole * scored / length / batch.annotate_rows)
-            update = max(update, 2 * self._trained * whole * trained / length / batch.train_rows)
+            passes = batch.prompts * batch.samples_per_prompt / batch.annotate_rows
+            forward = max(forward, (self._frozen + self._value) * whole * passes)
+            update = max(update, 2 * self._trained * whole * batch.rows * batch.num_epochs / batch.train_rows)
         summed = 2 * around * self._trained * model.gradient_bytes / gbs
         passes = 3 if self.recompute(learners) else 2  # its backward pass exchanges gradients
-        exchanged = self._exchanged * (passes * self._trained * trained + (self._value + self._shared) * scored)
+        exchanged = passes * self._trained * sum(trained) * batch.num_epochs
+        exchanged = self._exchanged * (exchanged + (self._value + self._shared) * sum(scored))
         exchanged /= self._policy * learners * gbs
         return forward + update + exchanged + summed * batch.num_epochs * batch.num_mini_batches
 
@@ -294,10 +294,21 @@ class Roofline:
         """
         return 4 * self.model.layers * (self.model.attention_width or shape_of(self.model).hidden) * seen
 
-    def _forward(self, parameters: float) -> float:
-        """Operations of a forward pass for a token of a completion, by the policy or a model of another size."""
-        seen = (self.batch.prompt_tokens + self.batch.response_tokens) / 2
-        return (2 * self._active + self._attention(seen)) * parameters / self._policy
+    def _forest(self, prompts: int, samples: int, parts: int = 1) -> tuple[float, float]:
+        """Tokens of prompts and of completions that passes compute: each prompt once for all of its samples, which are
+        in this many parts of a batch by chance; or for each, where rows are padded.
+        """
+        together = parts * (1 - (1 - 1 / parts) ** samples) if self._bf16 else samples
+        return prompts * together * self.batch.prompt_tokens, prompts * samples * self.batch.response_tokens
+
+    def _forward(self, parameters: float, tokens: tuple[float, float]) -> float:
+        """Operations of a forward pass over tokens of prompts and completions, by the policy or a model of another
+        size.
+        """
+        before, after = self.batch.prompt_tokens, self.batch.response_tokens
+        seen = zip(tokens, (before / 2, before + after / 2), strict=True)
+        operations = sum(count * (2 * self._active + self._attention(each)) for count, each in seen)
+        return operations * parameters / self._policy
 
     @property
     def _policy(self) -> float:
@@ -318,9 +329,13 @@ class Roofline:
         return [self._policy if parameters is None else parameters for parameters in both]
 
     @property
-    def _frozen(self) -> float:
+    def _here(self) -> list[float]:
         """Parameters of those on the learners."""
-        return 0.0 if self.model.frozen_devices else sum(self._judges)
+        return [] if self.model.frozen_devices else self._judges
+
+    @property
+    def _frozen(self) -> float:
+        return sum(self._here)
 
     @property
     def _value(self) -> float:
