@@ -2,12 +2,15 @@
 
     python benchmarks/peers.py --out runs/peers [--json] [--rounds 2] [--cases docstrings ragged]
 
-Two cases, each with online DPO, RLOO and GRPO:
+Cases, each with online DPO, RLOO and GRPO:
 
     docstrings   the policy and the reward model that `async-rlhf quickstart` makes (made here if --models has none, in
                  3 minutes): 128 completions a batch of at most 32 tokens
     ragged       a GPT-NeoX of 25M parameters, whose random weights end an answer after 60 tokens on average and after
                  256 at most; a reward function; 32 completions a batch
+    tldr         the same model, prompts of 512 tokens and answers of 53 on average; 32 completions a batch
+    sums         SmolLM2-135M-Instruct (recipes/smollm), asked for sums of two numbers: 45 tokens and 12 at most, eight
+                 answers to each (GRPO and RLOO); 64 completions a batch
 
 TRL, ours in turn (S = 0, inline) and ours at once (S = 1, a generator's process and the learner with half of the
 threads each) take turns, round by round, with the same prompts, models, sizes of batch, lengths, precision (float32)
@@ -45,6 +48,8 @@ WARM_UP = 2  # batches
 CASES: dict[str, dict[str, int]] = {
     "docstrings": {"completions": 128, "response": 32, "batches": 8},
     "ragged": {"completions": 32, "response": 256, "batches": 5},
+    "tldr": {"completions": 32, "response": 128, "batches": 5},
+    "sums": {"completions": 64, "response": 12, "batches": 5, "samples": 8},
     "tiny": {"completions": 8, "response": 8, "batches": 4},
 }
 SAMPLES = {"online_dpo": 2, "rloo": 4, "grpo": 4}
@@ -83,8 +88,25 @@ def make_docstrings(out: Path, models: Path) -> None:
     write_prompts(out, [text for text in texts if len(tokenizer(text)["input_ids"]) <= MAX_PROMPT_LENGTH])
 
 
-def make_ragged(out: Path, width: int = 512, layers: int = 6) -> None:
-    """Random weights with a chance of 1 / 60 to end at each token, and prompts of 10 to 60 tokens."""
+def make_sums(out: Path) -> None:
+    """SmolLM2 and its prompts, as texts with the marks of its chat."""
+    from transformers import AutoTokenizer
+
+    recipe = Path(__file__).parents[1] / "recipes" / "smollm"
+    for name, where in (("convert", "policy"), ("sums", "data")):
+        if not (out / where).exists():
+            option = {"convert": "--output", "sums": "--out"}[name]
+            subprocess.run([sys.executable, str(recipe / f"{name}.py"), option, str(out / where)], check=True)
+    tokenizer = AutoTokenizer.from_pretrained(out / "policy")
+    rows = [json.loads(line) for line in (out / "data" / "train.jsonl").read_text().splitlines()]
+    how = {"tokenize": False, "add_generation_prompt": True}
+    write_prompts(out, [tokenizer.apply_chat_template(row["messages"], **how) for row in rows])
+
+
+def make_ragged(
+    out: Path, width: int = 512, layers: int = 6, prompts: tuple[int, int] = (10, 60), ends: float = 60
+) -> None:
+    """Random weights with a chance of 1 / ``ends`` to end at each token, and prompts of so many tokens."""
     import random
 
     import torch
@@ -103,7 +125,7 @@ def make_ragged(out: Path, width: int = 512, layers: int = 6) -> None:
         num_hidden_layers=layers,
         num_attention_heads=8,
         intermediate_size=4 * width,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         bos_token_id=vocabulary - 2,
         eos_token_id=vocabulary - 2,
         pad_token_id=vocabulary - 1,
@@ -114,11 +136,11 @@ def make_ragged(out: Path, width: int = 512, layers: int = 6) -> None:
         head_VH = policy.get_output_embeddings().weight
         head_VH[:, 0] = 0.0
         head_VH[vocabulary - 2] = 0.0
-        head_VH[vocabulary - 2, 0] = float(torch.tensor(vocabulary / 60).log()) / 10.0
+        head_VH[vocabulary - 2, 0] = float(torch.tensor(vocabulary / ends).log()) / 10.0
     policy.save_pretrained(out / "policy")
     tokenizer.save_pretrained(out / "policy")
     draw = random.Random(0)
-    lengths = [draw.randint(10, 60) for _ in range(512)]
+    lengths = [draw.randint(*prompts) for _ in range(512)]
     write_prompts(out, [" ".join(f"w{draw.randrange(vocabulary - 2)}" for _ in range(n)) for n in lengths])
 
 
@@ -127,6 +149,11 @@ def write_prompts(out: Path, texts: list[str]) -> None:
 
 
 # The two trainers
+
+
+def samples_of(case: str, algorithm: str) -> int:
+    """K."""
+    return SAMPLES[algorithm] if algorithm == "online_dpo" else CASES[case].get("samples", SAMPLES[algorithm])
 
 
 def clock() -> Any:
@@ -171,10 +198,10 @@ def run_trl(folder: Path, case: str, algorithm: str, rows: int) -> list[float]:
         "disable_tqdm": True,
     }
     if algorithm == "online_dpo":
-        args: Any = OnlineDPOConfig(**shared, max_new_tokens=sizes["response"], max_length=512)
+        args: Any = OnlineDPOConfig(**shared, max_new_tokens=sizes["response"], max_length=1024)
     else:
         kind = RLOOConfig if algorithm == "rloo" else GRPOConfig
-        args = kind(**shared, num_generations=SAMPLES[algorithm], max_completion_length=sizes["response"])
+        args = kind(**shared, num_generations=samples_of(case, algorithm), max_completion_length=sizes["response"])
     trainer = {"online_dpo": OnlineDPOTrainer, "rloo": RLOOTrainer, "grpo": GRPOTrainer}[algorithm]
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     options: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [timer]}
@@ -205,11 +232,11 @@ def run_ours(folder: Path, case: str, algorithm: str, staleness: int, threads: i
         "output_dir": str(folder / "ours"),
         "overwrite_output_dir": True,
         "completions_per_batch": sizes["completions"],
-        "samples_per_prompt": SAMPLES[algorithm],
+        "samples_per_prompt": samples_of(case, algorithm),
         "batches": sizes["batches"],
         "staleness": staleness,
         "learning_rate": RATE,
-        "max_prompt_length": 128,
+        "max_prompt_length": 640,
         "max_tokens_per_pass": "auto",
         "annotate_max_tokens": "auto",
         "non_eos_penalty": False,
@@ -361,6 +388,10 @@ def main() -> None:
         make_docstrings(args.out / "docstrings", args.models or args.out / "quickstart")
     if "ragged" in args.cases:
         make_ragged(args.out / "ragged")
+    if "tldr" in args.cases:
+        make_ragged(args.out / "tldr", prompts=(512, 512), ends=53)
+    if "sums" in args.cases:
+        make_sums(args.out / "sums")
     if "tiny" in args.cases:
         make_ragged(args.out / "tiny", width=64, layers=1)
     print(f"{'case':<12}{'algorithm':<12}{'':<9}{'completions/s':>14}{'memory, GB':>12}{'ratio':>7}")

@@ -141,6 +141,16 @@ def test_learner(run):
     require(row["padding"], 1)
 
 
+def test_shared_tokens(run):
+    """What a count says does not depend on the machine: 2 prompts of 8 tokens, with 2 answers each."""
+    titles = ["model", "shape", "tokens", "forest", "fewer", "bound", "ratio", "smallest", "largest", "part", "memory"]
+    (row,) = columns(run("shared_tokens.py"), 0, titles)
+    assert int(row["tokens"]) - int(row["forest"]) == 2 * 8
+    assert 1 < float(row["bound"]) < float(row["fewer"])
+    assert float(row["memory"]) > 1
+    require(row["ratio"], 1e-3)
+
+
 def test_generation(run):
     tables = markdown(run("generation.py", "--contestants", "ours", "generate", "bare loop"))
     assert len(tables) == 2
