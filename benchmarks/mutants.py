@@ -60,6 +60,21 @@ TESTS = {
     "run.shards": "unit/test_fsdp_traffic.py contract/test_sharded_saves.py"
     " -k 'left_whole or large_shards or other_weights or damaged or copies_are or several_ranks or shared_out or 8bit'",
     "run.async_checkpoint": "contract/test_sharded_saves.py",
+    "algorithms.policy": "unit/test_policy_objectives.py",
+    "algorithms.ratios": "unit/test_policy_objectives.py",
+    "algorithms.kl": "unit/test_policy_objectives.py",
+    "algorithms.advantages": "unit/test_policy_objectives.py",
+    "algorithms.grpo": "unit/test_policy_objectives.py",
+    "algorithms.ppo": "unit/test_policy_objectives.py",
+    "algorithms.reinforce": "unit/test_policy_objectives.py",
+    "algorithms.best_of_k": "unit/test_policy_objectives.py",
+    "compat.original.common": "unit/test_original_config.py",
+    "compat.original.train": "unit/test_original_config.py",
+    "compat.original.stages": "unit/test_original_config.py",
+    "compat.original.command": "unit/test_original_config.py",
+    "config.base": "contract/test_config.py",
+    "config.parsing": "contract/test_config.py",
+    "config.spelling": "contract/test_config.py",
 }
 """What pytest is told for each module, with files below tests/. Where the files take minutes: their quick tests."""
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())
