@@ -16,7 +16,7 @@ def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., 
     """One test of a table: every case is tried, and all that fail are named together.
 
     A case is the first argument of the test, or a tuple of the first ones; fixtures follow. Each case has an empty
-    folder of its own, its changes by ``monkeypatch`` end with it, and it does not see what others printed.
+    folder of its own, its changes by ``monkeypatch`` end with it, and it does not see what others printed or logged.
     """
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     assert rows
@@ -38,6 +38,8 @@ def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., 
                     failed.append((row, error))
                 if "capsys" in own:
                     own["capsys"].readouterr()
+                if "caplog" in own:
+                    own["caplog"].clear()
             told = "\n".join(f"{row!s:.300}: {type(error).__name__}: {error}" for row, error in failed)
             if failed:
                 raise AssertionError(f"{len(failed)} of {len(rows)} cases fail:\n{told}") from failed[0][1]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tables import each
 from tiny import PROMPTS, json_rows
 
 from async_rlhf import cli
@@ -84,15 +85,10 @@ ALL_KEYS = {
 """Every key of the original, written down by hand: by command, all fields of all its dataclasses."""
 
 ONLINE = {
-    "sft_model_path": "org/sft",
-    "model_name_or_path": "org/sft",
-    "reward_model_path": "org/reward",
-    "dataset_name": "org/prompts",
-    "output_dir": "run",
-    "total_episodes": 512,
-    "per_device_train_batch_size": 8,
+    "sft_model_path": "org/sft", "model_name_or_path": "org/sft", "reward_model_path": "org/reward",
+    "dataset_name": "org/prompts", "output_dir": "run", "total_episodes": 512, "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 2,
-}
+}  # fmt: skip
 DPO = ONLINE | {"loss_type": "sigmoid"}
 SFT = {"model_name_or_path": "org/base", "dataset_name": "org/tldr", "output_dir": "sft", "task_type": "tldr"}
 REWARD = {"model_name_or_path": "org/base", "dataset_name": "org/pairs", "output_dir": "rm"}
@@ -150,29 +146,14 @@ def error(command: str, values: dict[str, object], *words: str) -> str:
 
 # What holds in a file with nothing but the necessary: the original's defaults where they differ from ours.
 TRAIN_DEFAULTS = {
-    "algorithm": "online_dpo",
-    "train.bf16": False,
-    "model": "org/sft",
-    "reward_model": "org/reward",
-    "data.train": "org/prompts",
-    "data.eval": "org/prompts",
-    "data.eval_split": "test",
-    "train.output_dir": "run",
-    "train.total_episodes": 512,
-    "train.per_device_train_batch_size": 8,
-    "train.gradient_accumulation_steps": 2,
+    "algorithm": "online_dpo", "train.bf16": False, "model": "org/sft", "reward_model": "org/reward",
+    "data.train": "org/prompts", "data.eval": "org/prompts", "data.eval_split": "test", "train.output_dir": "run",
+    "train.total_episodes": 512, "train.per_device_train_batch_size": 8, "train.gradient_accumulation_steps": 2,
     "train.eval_steps": 3,  # 32 batches // 10
-    "train.eval_temperature": 0.01,
-    "train.save_steps": 500,
-    "train.num_epochs": 4,
-    "train.learning_rate": 5e-5,
-    "train.non_eos_penalty": False,
-    "train.staleness": 0,
-    "train.seed": 42,
-    "train.generation.placement": "inline",
-    "train.generation.batch_size": 64,
-    "train.loss_type": "sigmoid",
-}
+    "train.eval_temperature": 0.01, "train.save_steps": 500, "train.num_epochs": 4, "train.learning_rate": 5e-5,
+    "train.non_eos_penalty": False, "train.staleness": 0, "train.seed": 42, "train.generation.placement": "inline",
+    "train.generation.batch_size": 64, "train.loss_type": "sigmoid",
+}  # fmt: skip
 
 
 def check(command: str, before: dict[str, object], given: dict[str, object], expected: dict[str, object], *words: str):
@@ -199,45 +180,35 @@ def test_defaults_of_the_original_hold_where_they_differ():
 
 
 TRAIN_CASES = [
-    ({"learning_rate": "1e-5"}, {"train.learning_rate": 1e-5}),
-    ({"lr_scheduler_type": "cosine"}, {"train.lr_scheduler_type": "cosine"}),
-    ({"weight_decay": 0.1}, {"train.weight_decay": 0.1}),
-    ({"adam_beta1": 0.8, "adam_beta2": 0.95}, {"train.adam_beta1": 0.8, "train.adam_beta2": 0.95}),
-    ({"adam_epsilon": "1e-6"}, {"train.adam_epsilon": 1e-6}),
-    ({"max_grad_norm": 0.5}, {"train.max_grad_norm": 0.5}),
-    ({"seed": 7}, {"train.seed": 7}),
-    ({"gradient_checkpointing": True}, {"train.gradient_checkpointing": True}),
-    ({"warmup_steps": 3}, {"train.warmup_steps": 12}),  # 3 batches of 4 epochs
-    ({"warmup_ratio": 0.1}, {"train.warmup_steps": 13}),  # of 32 x 4 steps
-    ({"warmup_ratio": 0.1, "warmup_steps": 2}, {"train.warmup_steps": 8}),
+    ({"learning_rate": "1e-5", "weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": "1e-6"},
+     {"train.learning_rate": 1e-5, "train.weight_decay": 0.1, "train.adam_beta1": 0.8, "train.adam_beta2": 0.95,
+      "train.adam_epsilon": 1e-6}),
+    ({"lr_scheduler_type": "cosine", "max_grad_norm": 0.5, "seed": 7, "gradient_checkpointing": True},
+     {"train.lr_scheduler_type": "cosine", "train.max_grad_norm": 0.5, "train.seed": 7,
+      "train.gradient_checkpointing": True}),
+    ({"warmup_steps": 3, "bf16": True}, {"train.warmup_steps": 12, "train.bf16": True}),  # 3 batches of 4 epochs
+    ({"warmup_ratio": 0.1, "fp16": True}, {"train.warmup_steps": 13, "train.fp16": True}),  # of 32 x 4 steps
+    ({"warmup_ratio": 0.1, "warmup_steps": 2, "rloo_k": 4}, {"train.warmup_steps": 8, "train.samples_per_prompt": 4}),
     ({"num_mini_batches": 2}, {"train.num_mini_batches": 2, "train.eval_steps": 1}),  # 16 batches
     ({"num_ppo_epochs": 1}, {"train.num_epochs": 1}),
-    ({"rloo_k": 4}, {"train.samples_per_prompt": 4}),
-    ({"bf16": True}, {"train.bf16": True}),
-    ({"fp16": True}, {"train.fp16": True}),
     ({"torch_dtype": "bfloat16"}, {"train.generation.dtype": "bfloat16", "train.bf16": True}),
     ({"torch_dtype": "float16", "bf16": False}, {"train.generation.dtype": "float16", "train.bf16": False}),
-    ({"torch_dtype": "auto"}, {}),
-    ({"save_steps": 0.25}, {"train.save_steps": 8}),
-    ({"save_steps": 0.2}, {"train.save_steps": 7}),  # 6.4, rounded up
+    ({"save_steps": 0.25, "num_sample_generations": 5}, {"train.save_steps": 8, "train.eval_steps": 6}),
+    ({"save_steps": 0.2, "num_sample_generations": 100}, {"train.save_steps": 7, "train.eval_steps": 1}),  # 6.4, up
     ({"save_steps": 12}, {"train.save_steps": 12}),
     ({"save_strategy": "no"}, {"train.save_steps": None}),
     ({"save_strategy": "steps", "save_total_limit": 2}, {"train.save_total_limit": 2}),
-    ({"num_sample_generations": 5}, {"train.eval_steps": 6}),
-    ({"num_sample_generations": 100}, {"train.eval_steps": 1}),
     ({"num_sample_generations": 0}, {"train.eval_steps": 0, "train.eval_temperature": None, "data.eval": None,
                                      "data.eval_split": None}),
-    ({"dataset_test_split": "validation"}, {"data.eval_split": "validation"}),
-    ({"dataset_train_split": "train2"}, {"data.train_split": "train2"}),
-    ({"max_length": 300}, {"train.max_prompt_length": 300}),
-    ({"response_length": 20, "temperature": 1}, {"train.generation.response_length": 20,
-                                                 "train.generation.temperature": 1.0}),
-    ({"non_eos_penalty": True, "penalty_reward_value": -3}, {"train.non_eos_penalty": True,
-                                                             "train.penalty_reward_value": -3.0}),
-    ({"stop_token": "eos", "stop_token_id": 0}, {}),
-    ({"stop_token_id": 5}, {"train.generation.stop_token_ids": [5]}),
-    ({"local_rollout_forward_batch_size": 16}, {"train.annotate_batch_size": 16, "train.generation.batch_size": 16}),
-    ({"model_name_or_path": "org/base"}, {"tokenizer": "org/base"}),
+    ({"dataset_test_split": "validation", "dataset_train_split": "train2", "max_length": 300, "response_length": 20,
+      "temperature": 1, "non_eos_penalty": True, "penalty_reward_value": -3},
+     {"data.eval_split": "validation", "data.train_split": "train2", "train.max_prompt_length": 300,
+      "train.generation.response_length": 20, "train.generation.temperature": 1.0, "train.non_eos_penalty": True,
+      "train.penalty_reward_value": -3.0}),
+    ({"stop_token": "eos", "stop_token_id": 0, "torch_dtype": "auto", "kl_coef": 0.2, "cliprange": 0.3}, {}),
+    ({"stop_token_id": 5, "local_rollout_forward_batch_size": 16, "model_name_or_path": "org/base"},
+     {"train.generation.stop_token_ids": [5], "train.annotate_batch_size": 16, "train.generation.batch_size": 16,
+      "tokenizer": "org/base"}),
     ({"loss_type": "ipo", "beta": 0.3}, {"train.loss_type": "ipo", "train.beta": 0.3}),
     ({"vllm": False, "sync": True, "single": True, "vllm_device": "cuda:1", "vllm_gpu_memory_utilization": 0.5}, {}),
     ({"vllm": True}, {"train.generation.engine": "vllm", "train.generation.placement": "process", "train.staleness": 1,
@@ -253,14 +224,11 @@ TRAIN_CASES = [
     ({"save_generations": True, "logging_steps": 100}, {"train.num_samples_logged": 32}),
     ({"save_generations": False, "logging_steps": 100}, {"train.logging_steps": 100}),
     ({"logging_steps": 0.5}, {"train.logging_steps": 16}),
-    ({"run_name": 5}, {"train.run_name": "5"}),
-    ({"report_to": "wandb"}, {"train.report_to": ["wandb"]}),
-    ({"report_to": "none"}, {"train.report_to": []}),
-    ({"report_to": ["wandb", "tensorboard"]}, {"train.report_to": ["wandb", "tensorboard"]}),
-    ({"overwrite_output_dir": True}, {"train.overwrite_output_dir": True}),
-    ({"resume_from_checkpoint": True}, {"train.resume": True}),
-    ({"resume_from_checkpoint": "run/checkpoint-4"}, {"train.resume_from": "run/checkpoint-4"}),
-    ({"use_cpu": True}, {"train.device": "cpu"}),
+    ({"run_name": 5, "report_to": "wandb", "overwrite_output_dir": True, "use_cpu": True},
+     {"train.run_name": "5", "train.report_to": ["wandb"], "train.overwrite_output_dir": True, "train.device": "cpu"}),
+    ({"report_to": "none", "resume_from_checkpoint": True}, {"train.report_to": [], "train.resume": True}),
+    ({"report_to": ["wandb", "tensorboard"], "resume_from_checkpoint": "run/checkpoint-4"},
+     {"train.report_to": ["wandb", "tensorboard"], "train.resume_from": "run/checkpoint-4"}),
     ({"disable_tqdm": True, "ddp_timeout": 60}, {"train.progress": False, "train.parallel.timeout": 60.0}),
     ({"use_peft": True, "lora_r": 8, "lora_alpha": 16, "lora_target_modules": ["a", "b"], "lora_dropout": 0.1,
       "lora_modules_to_save": ["c"], "lora_task_type": "CAUSAL_LM"},
@@ -270,11 +238,10 @@ TRAIN_CASES = [
     ({"sanity_check": True}, {"train.total_episodes": 32, "train.report_to": None, "train.save_steps": None,
                               "train.eval_steps": None, "train.eval_temperature": None, "data.eval": None,
                               "data.eval_split": None}),
-    ({"kl_coef": 0.2, "cliprange": 0.3}, {}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "expected"), TRAIN_CASES, ids=lambda each: ",".join(each))
+@each(TRAIN_CASES)
 def test_what_keys_of_online_dpo_become(given, expected):
     check("train", TRAIN_DEFAULTS, given, expected)
 
@@ -284,23 +251,18 @@ def in_turn(algorithm: str, **values: object) -> dict[str, object]:
     return TRAIN_DEFAULTS | {"algorithm": algorithm, "train.loss_type": None} | values
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, in_turn("ppo")),
-        (
-            {"kl_coef": 0.2, "cliprange": 0.3, "cliprange_value": 0.4, "vf_coef": 1, "gamma": 0.9, "lam": 0.8},
-            in_turn("ppo")
-            | {"train.kl.coef": 0.2, "train.cliprange": 0.3, "train.cliprange_value": 0.4, "train.vf_coef": 1.0}
-            | {"train.gamma": 0.9, "train.lam": 0.8},
-        ),
-        ({"whiten_rewards": False, "rloo_k": 4}, in_turn("ppo")),
-        ({"torch_dtype": "bfloat16", "use_peft": True, "lora_r": 4, "vllm": True}, in_turn("ppo")),
-        ({"fp16": True}, in_turn("ppo") | {"train.fp16": True}),
-    ],
-)
+OF_PPO = {"kl_coef": 0.2, "cliprange": 0.3, "cliprange_value": 0.4, "vf_coef": 1, "gamma": 0.9, "lam": 0.8}
+
+
+@each([
+    ({}, {}),
+    (OF_PPO, {f"train.{'kl.coef' if key == 'kl_coef' else key}": float(value) for key, value in OF_PPO.items()}),
+    ({"whiten_rewards": False, "rloo_k": 4}, {}),
+    ({"torch_dtype": "bfloat16", "use_peft": True, "lora_r": 4, "vllm": True}, {}),
+    ({"fp16": True}, {"train.fp16": True}),
+])  # fmt: skip
 def test_what_keys_of_ppo_become(given, expected):
-    check("train", {}, given, expected, "--algorithm", "ppo")
+    check("train", in_turn("ppo"), given, expected, "--algorithm", "ppo")
 
 
 def test_what_keys_of_rloo_and_best_of_k_become():
@@ -314,57 +276,6 @@ def test_what_keys_of_rloo_and_best_of_k_become():
     bok = in_turn("best_of_k")
     check("train", {}, {"bok": True, "kl_coef": 0.3, "vllm": True, "beta": 0.5}, bok)
     assert resolved("train", DPO | {"bok": True, "kl_coef": 0.3}).train.kl.coef == 0  # it is only logged there
-
-
-# The configurations of the original, row by row: name, algorithm, learner ranks, per_device_train_batch_size,
-# gradient_accumulation_steps, keys of the engine, total_episodes; prompts and completions of a batch, batches.
-VLLM, SINGLE = {"vllm": True}, {"vllm": True, "single": True, "vllm_device": "cuda:0"}
-TABLE = [
-    ("bo2_410m", "best_of_k", 1, 16, 8, {"bok": True}, 131072, 128, 256, 1024),
-    ("onlinedpo_1b", "online_dpo", 1, 8, 16, {}, 131072, 128, 256, 1024),
-    ("onlinedpo_1b_4gpu", "online_dpo", 4, 16, 8, {}, 131072, 512, 1024, 256),
-    ("onlinedpo_1b_vllm_1gpu", "online_dpo", 1, 4, 128, SINGLE, 131072, 512, 1024, 256),
-    ("onlinedpo_1b_vllm_4gpu", "online_dpo", 3, 8, 21, VLLM, 129024, 504, 1008, 256),
-    ("onlinedpo_2.8b", "online_dpo", 1, 2, 64, {}, 131072, 128, 256, 1024),
-    ("onlinedpo_2.8b_4gpu", "online_dpo", 4, 4, 32, {}, 131072, 512, 1024, 256),
-    ("onlinedpo_2.8b_vllm_4gpu", "online_dpo", 3, 6, 28, VLLM, 129024, 504, 1008, 256),
-    ("onlinedpo_410m", "online_dpo", 1, 8, 16, {}, 131072, 128, 256, 1024),
-    ("onlinedpo_410m_4gpu", "online_dpo", 4, 32, 4, {}, 131072, 512, 1024, 256),
-    ("onlinedpo_410m_vllm", "online_dpo", 3, 8, 21, VLLM, 129024, 504, 1008, 256),
-    ("onlinedpo_410m_vllm_1gpu", "online_dpo", 1, 8, 64, SINGLE, 131072, 512, 1024, 256),
-    ("onlinedpo_410m_vllm_4gpu", "online_dpo", 3, 21, 8, VLLM, 129024, 504, 1008, 256),
-    ("ppo_410m", "ppo", 1, 8, 16, {"fp16": True}, 131072, 128, 128, 1024),
-    ("rloo_410m", "rloo", 1, 16, 8, {"fp16": True}, 131072, 64, 128, 1024),
-]
-
-
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
-def test_batches_are_those_of_the_original(row, monkeypatch, capsys):
-    name, algorithm, ranks, per_device, accumulation, more, episodes, prompts, completions, batches = row
-    if ranks > 1:
-        for variable, value in {"RANK": "0", "WORLD_SIZE": ranks, "MASTER_ADDR": "host", "MASTER_PORT": 1}.items():
-            monkeypatch.setenv(variable, str(value))
-    values = ONLINE | {
-        "output_dir": f"{name}_tldr6.9b",
-        "per_device_train_batch_size": per_device,
-        "gradient_accumulation_steps": accumulation,
-        "num_mini_batches": 1,
-        "num_ppo_epochs": 1,
-        "total_episodes": episodes,
-        "save_steps": 0.25,
-        "num_sample_generations": 4,
-        **more,
-    }
-    config = resolved("train", values)
-    train = config.train
-    assert config.algorithm == algorithm
-    assert (train.parallel.ranks, train.batch_size, train.num_batches) == (ranks, prompts, batches)
-    assert train.batch_size * train.samples_per_prompt == completions
-    assert train.num_optimizer_steps == batches
-    assert (train.save_steps, train.eval_steps) == (batches // 4, batches // 4)
-    place = {"single": ("vllm", "inline", 0), "vllm": ("vllm", "process", 1)}
-    expected = place["single" if "single" in more else "vllm"] if "vllm" in more else ("transformers", "inline", 0)
-    assert (train.generation.engine, train.placement, train.staleness) == expected
 
 
 def test_several_ranks_may_be_said_instead_of_launched():
@@ -388,15 +299,9 @@ def test_mini_batches_and_rloo_of_four():
 
 
 STAGE_DEFAULTS = {
-    "bf16": False,
-    "eval_split": "test",
-    "num_epochs": 3.0,
-    "learning_rate": 5e-5,
-    "per_device_train_batch_size": 8,
-    "warmup_ratio": 0.0,
-    "logging_steps": 500,
-    "seed": 42,
-}
+    "bf16": False, "eval_split": "test", "num_epochs": 3.0, "learning_rate": 5e-5, "per_device_train_batch_size": 8,
+    "warmup_ratio": 0.0, "logging_steps": 500, "seed": 42,
+}  # fmt: skip
 SFT_DEFAULTS = STAGE_DEFAULTS | {
     "model": "org/base",
     "train": "org/tldr",
@@ -414,14 +319,13 @@ REWARD_DEFAULTS = STAGE_DEFAULTS | {
 }
 STAGE_CASES = [
     ({}, {}),
-    ({"num_train_epochs": 1, "learning_rate": "1e-5"}, {"num_epochs": 1.0, "learning_rate": 1e-5}),
-    ({"lr_scheduler_type": "cosine", "warmup_ratio": 0.1}, {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1}),
-    ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
-     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}),
+    ({"num_train_epochs": 1, "learning_rate": "1e-5", "lr_scheduler_type": "cosine", "warmup_ratio": 0.1},
+     {"num_epochs": 1.0, "learning_rate": 1e-5, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1}),
+    ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "weight_decay": 0.1, "seed": 1},
+     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "weight_decay": 0.1, "seed": 1}),
     ({"dataset_train_split": "a", "dataset_eval_split": "b"}, {"train_split": "a", "eval_split": "b"}),
     ({"fp16": True}, {"bf16": True}),
     ({"bf16": True, "gradient_checkpointing": True}, {"bf16": True, "gradient_checkpointing": True}),
-    ({"weight_decay": 0.1, "seed": 1}, {"weight_decay": 0.1, "seed": 1}),
     ({"evaluation_strategy": "steps", "eval_steps": 0.2}, {"eval_steps": 0.2}),
     ({"warmup_steps": 10, "logging_steps": 0.1}, {"warmup_steps": 10, "logging_steps": 0.1}),
     ({"evaluation_strategy": "steps", "eval_steps": 50}, {"eval_steps": 50}),
@@ -433,7 +337,7 @@ STAGE_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "expected"), STAGE_CASES, ids=lambda each: ",".join(each))
+@each(STAGE_CASES)
 def test_what_keys_of_sft_and_reward_become(given, expected):
     check("sft", SFT_DEFAULTS, given, expected)
     check("reward", REWARD_DEFAULTS, given, expected)
@@ -452,24 +356,17 @@ def test_what_keys_of_one_stage_become():
 
 
 RELABEL_DEFAULTS = {
-    "data": "org/pairs",
-    "reward_model": "org/gold",
-    "splits": ["train", "validation"],
+    "data": "org/pairs", "reward_model": "org/gold", "splits": ["train", "validation"],
     "output_dir": "runs/pairs_relabel",
-}
+}  # fmt: skip
 GENERATE_DEFAULTS = {
-    "models": {"sft": "org/sft"},
-    "data": "org/prompts",
-    "engine": "vllm",
-    "response_length": 48,
+    "models": {"sft": "org/sft"}, "data": "org/prompts", "engine": "vllm", "response_length": 48,
     "output_dir": "org/sft/_generations",
-}
+}  # fmt: skip
 EVALUATE_DEFAULTS = {
     "generations": "results/run/_generations",
-    "output_dir": "results/run/_evaluation",
-    "reward_model": "org/gold",
-    "batch_size": 16,
-}
+    "output_dir": "results/run/_evaluation", "reward_model": "org/gold", "batch_size": 16,
+}  # fmt: skip
 HELD_OUT_CASES = [
     ("relabel", RELABEL_DEFAULTS, {}, {}),
     ("relabel", RELABEL_DEFAULTS, {"output_name": "me/relabelled", "batch_size": 64, "torch_dtype": "float16"},
@@ -503,7 +400,7 @@ HELD_OUT_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "before", "given", "expected"), HELD_OUT_CASES)
+@each(HELD_OUT_CASES)
 def test_what_keys_of_relabelling_generation_and_evaluation_become(command, before, given, expected):
     check(command, before, given, expected)
     resolved(command, SMALLEST[command] | given)
@@ -520,31 +417,24 @@ def test_a_folder_of_checkpoints_is_a_run():
 SAMPLES = {"bool": True, "int": 1, "float": 0.5, "steps": 2, "str": "text", "list": ["a"], "any": 1}
 VALID = {
     "bok": False,  # else another algorithm
-    "whiten_rewards": True,
-    "loss_type": "ipo",
-    "task_type": "tldr",
-    "torch_dtype": "float32",
+    "whiten_rewards": True, "loss_type": "ipo", "task_type": "tldr", "torch_dtype": "float32",
     "fp16": False,  # not with bf16
     "load_in_4bit": False,  # not with load_in_8bit
-    "stop_token": "eos",
-    "model_revision": "step1",
-    "save_strategy": "steps",
-    "eval_strategy": "steps",
-    "evaluation_strategy": "steps",
-    "lr_scheduler_type": "cosine",
-    "total_episodes": 64,
-    "top_p": 0.9,
+    "stop_token": "eos", "model_revision": "step1", "save_strategy": "steps", "eval_strategy": "steps",
+    "evaluation_strategy": "steps", "lr_scheduler_type": "cosine", "total_episodes": 64, "top_p": 0.9,
     "adam_beta1": 0.5,
     "overwrite_output_dir": False,  # not with resume
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("command", list(ALL_KEYS))
-@pytest.mark.parametrize("algorithm", ["online_dpo", "rloo", "ppo"])
+@each(
+    [
+        *(("train", name) for name in ("online_dpo", "rloo", "ppo")),
+        *((name, "") for name in ALL_KEYS if name != "train"),
+    ]
+)
 def test_every_key_is_known_and_explained(command, algorithm):
     """Alone, beside what is needed, each gives a row of its own with a note, and a configuration that parses."""
-    if command != "train" and algorithm != "online_dpo":
-        pytest.skip("it has no algorithm")
     keys = set(ALL_KEYS[command].split())
     assert keys <= KEYS[command].keys()
     assert KEYS[command].keys() - keys <= {"eval_use_gather_object", "dataloader_multiprocessing_context"}
@@ -584,7 +474,7 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "words", "name", "expected"), ALGORITHMS)
+@each(ALGORITHMS)
 def test_the_algorithm_is_found(given, words, name, expected):
     if expected is None:
         with pytest.raises(ConfigError, match="give --algorithm online_dpo, rloo, ppo or best_of_k"):
@@ -642,7 +532,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("name", REFUSED.split())
+@each(REFUSED.split())
 def test_a_file_sets_no_variable_that_loads_code_or_sends_keys_elsewhere(name):
     before = dict(os.environ)
     for command, values in SMALLEST.items():
@@ -655,7 +545,7 @@ def test_a_file_sets_no_variable_that_loads_code_or_sends_keys_elsewhere(name):
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("value", ["two\nlines", ["a"], None, {"a": 1}])
+@each(["two\nlines", ["a"], None, {"a": 1}])
 def test_a_variable_is_text_on_one_line(value):
     assert "env.WANDB_NOTES: got " in error("train", DPO | {"env": {"WANDB_NOTES": value}})
 
@@ -725,17 +615,13 @@ ERRORS = [
     ("generate", GENERATE | {"top_p": 1.5}, [], "top_p: got 1.5; must be at most 1"),
     ("evaluate", {"gold_model_name": "x"}, [], "model_name_or_path: got None; must be given, or dataset_path"),
     ("reward", REWARD | {"model_name_or_path": None}, [], "model_name_or_path: got None; must be given"),
-    (
-        "relabel",
-        RELABEL | {"load_in_8bit": True, "load_in_4bit": True},
-        [],
-        "load_in_4bit: got True; must be false with load_in_8bit",
-    ),
+    ("relabel", RELABEL | {"load_in_8bit": True, "load_in_4bit": True}, [],
+     "load_in_4bit: got True; must be false with load_in_8bit"),
     ("relabel", RELABEL | {"dataset_name": None}, [], "dataset_name: got None; must be given"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "values", "words", "expected"), ERRORS)
+@each(ERRORS)
 def test_what_cannot_be_had_is_named(command, values, words, expected):
     assert re.search(expected, error(command, values, *words), re.DOTALL), error(command, values, *words)
 
@@ -799,7 +685,8 @@ MIGRATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "values"), MIGRATIONS)
+@pytest.mark.quick
+@each(MIGRATIONS)
 def test_a_migrated_file_is_the_same_configuration(command, values):
     before = parse_either(kind(command), command, ["--config", write(values)])[1]
     text = migrate(MigrateConfig(file="file.yml"))
@@ -827,14 +714,13 @@ def test_migrate_is_a_command(capsys):
     assert "algorithm: ppo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@each(
     [
         (["migrate", "nowhere.yml"], "file: got 'nowhere.yml'; there is no such file"),
         (["migrate", "ours.yml"], "file: got 'ours.yml'; must be a YAML file with keys of the original"),
         (["migrate", "sft.yml", "--ranks", "2"], "ranks: got .*must be left out: only files for train have it"),
         (["show"], "got 'show'; must be: async-rlhf config migrate FILE"),
-    ],
+    ]
 )
 def test_what_cannot_be_migrated_is_named(words, expected, capsys):
     write({"model": "x"}, "ours.yml")
@@ -984,7 +870,8 @@ def as_is(command: str, text: str, *words: str):
     return twice[0]
 
 
-@pytest.mark.parametrize("name", RUN_FILES)
+@pytest.mark.quick
+@each(RUN_FILES)
 def test_each_of_the_files_for_training_runs_as_it_is(name, monkeypatch, capsys):
     algorithm, rows, accumulation, ranks, episodes, more, batches, prompts = RUN_FILES[name]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -992,20 +879,25 @@ def test_each_of_the_files_for_training_runs_as_it_is(name, monkeypatch, capsys)
     text += f"per_device_train_batch_size: {rows}\ngradient_accumulation_steps: {accumulation}\n"
     text += f"total_episodes: {episodes}\noutput_dir: {name}_tldr6.9b\nrun_name: '{name}_tldr6.9b'\n{more}"
     config = as_is("train", text, "--train.parallel.ranks", str(ranks))
-    train = config.train
-    assert (config.algorithm, train.num_batches, train.batch_size, train.learning_rate) == (
-        algorithm,
-        batches,
-        prompts,
-        3e-6,
-    )
-    assert (train.bf16, train.fp16) == ("bf16: True" in more, "fp16: True" in more)
-    assert (train.generation.engine == "vllm") == ("vllm" in more)
+    monkeypatch.setenv("RANK", "0")
+    for variable, value in {"WORLD_SIZE": ranks, "MASTER_ADDR": "host", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(variable, str(value))
+    launched = parse_either(kind("train"), "train", ["--config", "file.yml"])[0] if ranks > 1 else config
+    place = ("vllm", *(("inline", 0) if "single" in more else ("process", 1)))
+    for train in (config.train, launched.train):
+        assert (config.algorithm, train.parallel.ranks, train.learning_rate) == (algorithm, ranks, 3e-6)
+        assert (train.num_batches, train.num_optimizer_steps, train.batch_size) == (batches, batches, prompts)
+        assert train.samples_per_prompt == (1 if algorithm == "ppo" else 2)
+        assert (train.save_steps, train.eval_steps) == (batches // 4, batches // 4)
+        assert (train.bf16, train.fp16) == ("bf16: True" in more, "fp16: True" in more)
+        found = (train.generation.engine, train.placement, train.staleness)
+        assert found == (place if "vllm" in more else ("transformers", "inline", 0))
     said = capsys.readouterr().err
     assert said.count("is there again") > 20  # of the file with every key twice
 
 
-@pytest.mark.parametrize("name", STAGE_FILES)
+@pytest.mark.quick
+@each(STAGE_FILES)
 def test_each_of_the_files_for_stages_runs_as_it_is(name, monkeypatch):
     command, text = STAGE_FILES[name]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
