@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
+from tables import each
 from test_fuzz import SEEDS
 from tiny import new_args
 
@@ -39,7 +40,8 @@ def built(kind: type[Any], values: dict[str, Any]) -> Any:
     return kind(**{name: built(hints[name], x) if is_dataclass(hints[name]) else x for name, x in values.items()})
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.quick
+@each(FILES)
 def test_what_is_parsed_is_what_is_made_in_python_and_can_be_pickled(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.yml").write_text(FILES[case])
@@ -54,7 +56,7 @@ def test_what_is_parsed_is_what_is_made_in_python_and_can_be_pickled(case, tmp_p
     assert parse(kind, command, ["--config", "config.yml"])[0] == parsed
 
 
-@pytest.mark.parametrize("text", ["null", "Null", "NULL", "~"])
+@each(["null", "Null", "NULL", "~"])
 def test_null_is_null_in_an_option_and_a_variable(text, monkeypatch):
     monkeypatch.setenv("ASYNC_RLHF_PROMPT_WORDS", text)
     kind = import_attribute(COMMANDS["sft"].config)
@@ -129,35 +131,17 @@ def a_run(folder: Path) -> RunConfig:
 
 
 ONLINE = leaves(new_args(Path()))
-LAST_DIGITS = {
-    "device",
-    "reward_model_device",
-    "reference_device",
-    "num_threads",
-    "generation.device",
-    "generation.num_threads",
-}
-LAST_DIGITS |= {"generation.vllm.tensor_parallel_size"}
+LAST_DIGITS = {"device", "reward_model_device", "reference_device", "num_threads", "generation.device"}
+LAST_DIGITS |= {"generation.num_threads", "generation.vllm.tensor_parallel_size"}
 LONGER_OR_KEPT = {"total_episodes", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"}
 SERVED = {"engine": "vllm", "placement": "server", "urls": ["http://a"]}
-LONGER_OR_KEPT |= {
-    "batches",
-    "export_dtype",
-    "eval_steps",
-    "eval_temperature",
-    "eval_samples_per_prompt",
-    "stop_at",
-    "stop_patience",
-    "num_train_epochs",
-    "reward_timeout",
-    "chat.now",
-    "reward_retries",
-    "generation.step_timeout",
-    "replay_from",
-}
+LONGER_OR_KEPT |= {"batches", "export_dtype", "eval_steps", "eval_temperature", "eval_samples_per_prompt", "stop_at"}
+LONGER_OR_KEPT |= {"stop_patience", "num_train_epochs", "reward_timeout", "chat.now", "reward_retries", "replay_from"}
+LONGER_OR_KEPT |= {"generation.step_timeout"}
 
 
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.quick
+@each(ONLINE)
 def test_a_run_is_resumed_with_another_key_unless_that_decides_what_is_computed(name, tmp_path):
     """Said here once more for the exceptions alone: they are on purpose."""
     before = new_args(tmp_path, generation=SERVED if name == "generation.urls" else None)
@@ -192,7 +176,8 @@ def finished(tmp_path_factory):
     return config, folder / "run"
 
 
-@pytest.mark.parametrize("name", leaves(a_run(Path())))
+@pytest.mark.quick
+@each(leaves(a_run(Path())))
 def test_a_finished_run_is_another_one_only_by_a_key_that_decides_the_result(name, finished):
     config, folder = finished
     stage = replace(train_stage(with_other(config, name)), folder=folder)  # another output_dir has another marker
@@ -222,7 +207,7 @@ def explained(command: str) -> dict[str, str]:
     return {option.key: f"{option.text}{option.more}" for each in kinds for option in options_of(each)}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each(COMMANDS)
 def test_the_help_explains_every_key(command):
     for name, text in explained(command).items():
         assert len(text.partition(" Must be")[0].partition(" [")[0]) > 3, name
@@ -242,8 +227,5 @@ def test_rules_are_kept_where_a_key_stands():
     with pytest.raises(ConfigError, match=r"samples_per_prompt: got 1; must be at least 2"):
         PairsConfig("m", "p", "o", samples_per_prompt=1, reward_model="r")
     item = key([1])
-    assert (item.default, item.default_factory(), item.default_factory() is item.default_factory()) == (
-        MISSING,
-        [1],
-        False,
-    )
+    assert (item.default, item.default_factory()) == (MISSING, [1])
+    assert item.default_factory() is not item.default_factory()

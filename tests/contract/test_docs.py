@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from documented import ELSEWHERE, NOT_RUN, PAGES, ROOT, is_run, python, shown
+from tables import each
 
 import async_rlhf
 from async_rlhf.algorithms.table import BUILT_IN
@@ -43,7 +44,7 @@ def test_every_command_has_a_page_in_the_index():
     assert pages == {*COMMANDS, "README"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@each(PAGES)
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if target.startswith(("http://", "https://")):
@@ -72,7 +73,7 @@ def test_the_site_has_whole_docstrings_figures_that_follow_its_switch_and_a_note
     assert "def friendly(" in "".join(site["notebook_page"]((ROOT / "docs" / "notebook.ipynb").read_text("utf-8")))
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("docs/architecture.md", 200)])
+@each([("README.md", 120), ("docs/architecture.md", 200)])
 def test_first_pages_are_short(page, most):
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
 
@@ -167,7 +168,8 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("words", DRY_RUNS)
+@pytest.mark.quick
+@each(DRY_RUNS)
 def test_a_command_that_is_not_run_is_read(words, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("ASYNC_RLHF_API_KEY", "as the page has it exported")
@@ -176,7 +178,7 @@ def test_a_command_that_is_not_run_is_read(words, folder, monkeypatch, capsys):
     assert ended.value.code == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", python())
+@each(python())
 def test_python_on_the_pages_is_python_and_imports_what_there_is(name):
     for node in ast.walk(ast.parse(python()[name])):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("async_rlhf"):

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from tables import each
 from test_docs import ROOT, names_of
 from tiny import PROMPTS
 
@@ -47,9 +48,9 @@ def exists(name: str) -> bool:
     return name in OPTIONS or in_python or f"`{name}`" in RESULTS or name == "ppl_original"
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if name not in FOREIGN])
+@each([name for name in OURS if name not in FOREIGN])
 def test_our_names_exist(name):
-    assert exists(name), name
+    assert exists(name)
 
 
 def test_names_that_do_not_exist_would_be_found():
