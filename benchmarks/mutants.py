@@ -75,6 +75,12 @@ TESTS = {
     "config.base": "contract/test_config.py",
     "config.parsing": "contract/test_config.py",
     "config.spelling": "contract/test_config.py",
+    "config.yaml_text": "contract/test_fuzz.py",
+    "rewards.text": "unit/test_rewards.py",
+    "rewards.numeric": "unit/test_rewards.py",
+    "tasks.docstrings.reward": "unit/test_docstring_reward.py",
+    "data.files": "unit/test_large_data.py",
+    "data.cache": "unit/test_large_data.py",
 }
 """What pytest is told for each module, with files below tests/. Where the files take minutes: their quick tests."""
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
+from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tables import each
 
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import parse_either
@@ -50,101 +54,22 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(9)
 )
 VALUES = [
-    *("1:30", "010", "0x1F", "1_000", "2024-01-01", "2024-01-01 10:00:00", "1e999", "-1e999", ".nan", ".inf", "1e-400"),
-    *(
-        "4e30",
-        "1000000",
-        "1e300",
-        "1e30",
-        "-1",
-        "0",
-        "null",
-        "~",
-        "yes",
-        "[ppo]",
-        "{a: b}",
-        "[]",
-        "{}",
-        '""',
-        "9" * 5000,
-    ),
-    *(
-        "9" * 30,
-        "/dev/null",
-        "x" * 5000,
-        '"a\\0b"',
-        '"\\ud800"',
-        "!!python/object:os.system x",
-        "!!binary aGk=",
-        "!!set {a}",
-    ),
-    *(
-        "&a [*a]",
-        "*nowhere",
-        "&x y",
-        "[" * 50 + "]" * 50,
-        "{a: " * 500,
-        "!!int x",
-        "!!float []",
-        "!!timestamp x",
-        "<<: *x",
-    ),
-    *(
-        "'",
-        '"',
-        "- a",
-        "? a",
-        "%YAML 9.9",
-        "---",
-        "...",
-        "@",
-        "`",
-        "\t",
-        "é",
-        "\u2028",
-        "a: b: c",
-        "{1: 2}",
-        "{[]: 1}",
-        "=",
-        "<<",
-    ),
-    *(
-        "true",
-        "server",
-        "vllm",
-        "ray",
-        "bounded",
-        "ppo",
-        "grpo",
-        "http://[",
-        "http://a:99999999",
-        "cuda:99999999999999",
-    ),
-    *(
-        "async_rlhf.rewards:regex(pattern='(')",
-        "a:b(c=" + "(" * 300 + ")" * 300 + ")",
-        "a:b(c=9" + "9" * 5000 + ")",
-        "a:b()()",
-        "-",
-    ),
-]
-
-
-def leaves(value, prefix=()):
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from leaves(each, (*prefix, key))
-    else:
-        yield prefix
+    "1:30", "010", "0x1F", "1_000", "2024-01-01", "2024-01-01 10:00:00", "1e999", "-1e999", ".nan", ".inf", "1e-400",
+    "4e30", "1000000", "1e300", "1e30", "-1", "0", "null", "~", "yes", "[ppo]", "{a: b}", "[]", "{}", '""', "9" * 5000,
+    "9" * 30, "/dev/null", "x" * 5000, '"a\\0b"', '"\\ud800"', "!!python/object:os.system x", "!!binary aGk=",
+    "!!set {a}", "&a [*a]", "*nowhere", "&x y", "[" * 50 + "]" * 50, "{a: " * 500, "!!int x", "!!float []",
+    "!!timestamp x", "<<: *x", "'", '"', "- a", "? a", "%YAML 9.9", "---", "...", "@", "`", "\t", "é", "\u2028",
+    "a: b: c", "{1: 2}", "{[]: 1}", "=", "<<", "true", "server", "vllm", "ray", "bounded", "ppo", "grpo", "http://[",
+    "http://a:99999999", "cuda:99999999999999", "async_rlhf.rewards:regex(pattern='(')",
+    f"a:b(c={'(' * 300}{')' * 300})", f"a:b(c={'9' * 5001})", "a:b()()", "-",
+]  # fmt: skip
 
 
 def all_keys() -> dict[str, list[str]]:
     """Every dotted key of every command."""
-    import dataclasses
-    from typing import get_type_hints
 
     def keys(kind, prefix=""):
-        for item in dataclasses.fields(kind):
+        for item in fields(kind):
             hint = get_type_hints(kind)[item.name]
             yield f"{prefix}{item.name}"
             if isinstance(hint, type) and issubclass(hint, Checked):
@@ -331,25 +256,21 @@ def test_every_file_of_rows_is_read_or_has_one_clear_error(lines):
     assert time.monotonic() - started < SECONDS
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a: 1\nb: 2\na: 3", "line 3: got the key 'a' again (line 1); must be there once"),
-        ("a:\n  b: 1:30", "line 2: got '1:30'; must be a plain decimal number, or text in quotes"),
-        ("a: 010", "line 1: got '010'; must be a plain decimal number"),
-        ("a: " + "9" * 5000, "must be an integer of at most 64 bits"),
-        ("a: " + "[" * 5000, f"line 1: has lists or mappings deeper than {MAX_DEPTH}"),
-        ("a: &x\n  b: *x", "line 1: holds itself, by an alias"),
-        (BOMB, f"has more than {MAX_NODES} values, its aliases written out"),
-        ("x" * (MAX_CHARACTERS + 1), f"must be at most {MAX_CHARACTERS} characters"),
-        ('a: "b\\0c"', "must be without NUL characters"),
-        ('a: "\\ud800"', "must be Unicode text"),
-        ("1: 2", "line 1: got '1' as a key; must be text"),
-        ("a: !!python/name:os.system", "line 1: got the tag 'tag:yaml.org,2002:python/name:os.system'"),
-        ("a: [1", "line 1: is no YAML"),
-    ],
-    ids=lambda value: value[:20],
-)
+@each([
+    ("a: 1\nb: 2\na: 3", "line 3: got the key 'a' again (line 1); must be there once"),
+    ("a:\n  b: 1:30", "line 2: got '1:30'; must be a plain decimal number, or text in quotes"),
+    ("a: 010", "line 1: got '010'; must be a plain decimal number"),
+    ("a: " + "9" * 5000, "must be an integer of at most 64 bits"),
+    ("a: " + "[" * 5000, f"line 1: has lists or mappings deeper than {MAX_DEPTH}"),
+    ("a: &x\n  b: *x", "line 1: holds itself, by an alias"),
+    (BOMB, f"has more than {MAX_NODES} values, its aliases written out"),
+    ("x" * (MAX_CHARACTERS + 1), f"must be at most {MAX_CHARACTERS} characters"),
+    ('a: "b\\0c"', "must be without NUL characters"),
+    ('a: "\\ud800"', "must be Unicode text"),
+    ("1: 2", "line 1: got '1' as a key; must be text"),
+    ("a: !!python/name:os.system", "line 1: got the tag 'tag:yaml.org,2002:python/name:os.system'"),
+    ("a: [1", "line 1: is no YAML"),
+])  # fmt: skip
 def test_what_yaml_must_not_say(text, expected):
     with pytest.raises(ConfigError) as error:
         parse_yaml(text, "--config: 'f.yml'")
@@ -364,45 +285,32 @@ def test_what_yaml_says_is_what_it_looks_like():
     assert found == yaml.safe_load(text) | {"a": 1e-5, "c": "2024-01-01", "k": 1e5}
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--train.staleness", "1000000"], "staleness: got 1000000; must be at most 128: S + 1 copies of the weights"),
-        (["--train.generation.temperature", "1e300"], "temperature: got 1e+300; must be 0.001 to 1000"),
-        (["--train.learning_rate", "1e30"], "learning_rate: got 1e+30; must be at most 10.0: AdamW moves"),
-        (["--train.total_episodes", "4" + "0" * 30], "must be at most 1,000,000,000,000 in size"),
-        (["--train.output_dir", "/dev/null"], "output_dir: got '/dev/null'; is there and is no folder"),
-        (["--train.output_dir", "x" * 300], "output_dir: got 'xxx"),
-        (["--train.seed", str(2**32)], "seed: got 4294967296; must be at most 4,294,967,295"),
-        (["--train.generation.workers", "5000"], "workers: got 5000; must be at most 1,024: each is a process"),
-        (["--train.seed", "1:30"], "train.seed: got '1:30'; must be a number"),
-        (["--train.learning_rate", "1:30.5"], "train.learning_rate: got '1:30.5'; must be a number"),
-        (["--algorithm", "[ppo]"], "algorithm: got '[ppo]'; must be one of"),
-    ],
-)
+@each([
+    (["--train.staleness", "1000000"], "staleness: got 1000000; must be at most 128: S + 1 copies of the weights"),
+    (["--train.generation.temperature", "1e300"], "temperature: got 1e+300; must be 0.001 to 1000"),
+    (["--train.learning_rate", "1e30"], "learning_rate: got 1e+30; must be at most 10.0: AdamW moves"),
+    (["--train.total_episodes", "4" + "0" * 30], "must be at most 1,000,000,000,000 in size"),
+    (["--train.output_dir", "/dev/null"], "output_dir: got '/dev/null'; is there and is no folder"),
+    (["--train.output_dir", "x" * 300], "output_dir: got 'xxx"),
+    (["--train.seed", str(2**32)], "seed: got 4294967296; must be at most 4,294,967,295"),
+    (["--train.generation.workers", "5000"], "workers: got 5000; must be at most 1,024: each is a process"),
+    (["--train.seed", "1:30"], "train.seed: got '1:30'; must be a number"),
+    (["--train.learning_rate", "1:30.5"], "train.learning_rate: got '1:30.5'; must be a number"),
+    (["--algorithm", "[ppo]"], "algorithm: got '[ppo]'; must be one of"),
+])  # fmt: skip
 def test_values_without_sense_are_named(words, expected):
     Path("seed.yml").write_text(SEEDS["train"])
     assert expected in outcome("train", ["--config", "seed.yml", *words])
 
 
 LOOK_ALIKES = (
-    "1__0",
-    "1_0",
-    "1_",
-    "1._5",
-    "1e1_0",
-    "\ufeff1.0",
-    "1.0\ufeff",
-    "\u00a01.0",
-    "1.0\u2003",
-    "\u0661",
-    "\uff11.0",
-)
-LOOK_ALIKES += ("1\u0660.5", "010", "1.0\x1f", "1\u200b", "\u00b2")
+    "1__0", "1_0", "1_", "1._5", "1e1_0", "\ufeff1.0", "1.0\ufeff", "\xa01.0", "1.0\u2003", "\u0661", "\uff11.0",
+    "1\u0660.5", "010", "1.0\x1f", "1\u200b", "\xb2",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("key", ["train.generation.temperature", "train.batches"])
-@pytest.mark.parametrize("text", LOOK_ALIKES)
+@pytest.mark.quick
+@each(itertools.product(LOOK_ALIKES, ["train.generation.temperature", "train.batches"]))
 def test_what_only_looks_like_a_number_is_none(text, key, monkeypatch):
     """In an option, a variable and a file, with and without quotes."""
     told = f"{key}: got {text!r}; must be a number"
@@ -422,7 +330,7 @@ def test_what_only_looks_like_a_number_is_none(text, key, monkeypatch):
         assert "must be a number" in said or "must be a plain decimal number" in said or "is no YAML" in said
 
 
-@pytest.mark.parametrize("text", ["1_000", "1000", " 1000", "+1000"])
+@each(["1_000", "1000", " 1000", "+1000"])
 def test_numbers_may_have_thousands_apart(text, monkeypatch):
     Path("file.yml").write_text(SEEDS["train"].replace("staleness: 1", f"batches: {text}"))
     monkeypatch.setenv("ASYNC_RLHF_TRAIN__WARMUP_STEPS", text)
@@ -430,10 +338,10 @@ def test_numbers_may_have_thousands_apart(text, monkeypatch):
     assert (found.batches, found.warmup_steps, found.save_steps) == (1000, 1000, 1000)
 
 
-@pytest.mark.parametrize("key", ["train.device", "train.generation.device", "train.reference_device"])
-@pytest.mark.parametrize(
-    "device", ["cuda:99999999999999999999", "cuda:128", "xpu:255", "cuda:01", "cuda:\u0661", "cuda:"]
-)
+DEVICES = ["cuda:99999999999999999999", "cuda:128", "xpu:255", "cuda:01", "cuda:\u0661", "cuda:"]
+
+
+@each(itertools.product(DEVICES, ["train.device", "train.generation.device", "train.reference_device"]))
 def test_a_device_that_no_machine_can_have_is_named(device, key):
     Path("seed.yml").write_text(SEEDS["train"])
     said = outcome("train", ["--config", "seed.yml", f"--{key}", device])
