@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,12 +16,14 @@ import pandas
 import peft
 import pytest
 from datasets import Dataset, DatasetDict
+from tables import each
 from tiny import byte_tokenizer, count_letters, new_reward_model
 from transformers import GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer, PPOConfig, RLOOConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.commands.table import COMMANDS, import_attribute
+from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError, GroupConfig, SFTConfig, engines
 from async_rlhf.config.parsing import parse
 from async_rlhf.data.formats import RowReader, first_words
@@ -91,102 +94,76 @@ SERVED = [*SERVER, "--train.generation.urls", "[http://a]"]
 NETWORK = ["--train.generation.weights_transport", "network"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--train.stalenes", "1"], "train.stalenes"),
-        (["--train.staleness", "often"], "train.staleness: got 'often'; must be an integer"),
-        (
-            ["--train.generation", "{temprature: 1}"],
-            "train.generation.temprature: .*did you mean train.generation.temp",
-        ),
-        (["--train.generation", "{nothing: {x: 1}}"], "train.generation.nothing: async-rlhf train has no such key"),
-        (["--train.staleness", "-1"], "staleness: got -1; must be at least 0"),
-        (["--train.total_episodes", "30"], "total_episodes: got 30; must be a multiple of the batch of 4 .*such as 32"),
-        (["--train.loss_type", "hinge"], "train.loss_type.*hinge"),
-        (["--train.beta", "0"], "beta: got 0.0; must be above 0"),
-        (["--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
-        (
-            ["--train.generation.placement", "inline", "--train.generation.engine", "vllm"],
-            'staleness: got 1; must be 0 with generation.engine "vllm" and placement "inline"',
-        ),
-        (["--train.generation.temperature", "0"], "temperature: got 0.0; must be 0.001 to 1000"),
-        (["--reward_funcs", "[no_colon]"], "reward_funcs: got 'no_colon'; must be \"module:function\""),
-        (["--train.lr_scheduler_type", "lineer"], "train.lr_scheduler_type.*lineer"),
-        (["--train.device", "gpu"], 'device: got \'gpu\'; must be "cpu", "cuda"'),
-        (["--train.eval_steps", "5"], "train.eval_steps: got 5; must be 0 without data.eval"),
-        (["--config", "nowhere.yml"], "--config: got 'nowhere.yml'; there is no such file"),
-        (
-            ["--algorithm", "dpo"],
-            "algorithm: got 'dpo'; must be one of online_dpo, best_of_k, rloo, reinforce_pp, ppo, grpo",
-        ),
-        (["--algorithm", "grpo", "--train.beta", "1"], "beta"),
-        (["--algorithm", "rloo", "--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
-        (["--algorithm", "rloo", "--train.off_policy.level", "token"], "off_policy.level: got 'token'; must be \"seq"),
-        (["--algorithm=ppo", "--train.kl.where", "loss"], 'kl.estimator: got \'k1\'; must be "k2" or "k3" with'),
-        (["--algorithm=ppo", "--train.kl.coef", "0", "--train.kl.target", "6"], "kl.coef: got 0.0; must be above 0"),
-        (["--algorithm", "ppo", "--train.lam", "1.5"], r"lam: got 1.5; must be in \[0, 1\]"),
-        (["--algorithm", "ppo", "--train.cliprange", "1"], "cliprange: got 1.0; must be below 1"),
-        (["--algorithm", "grpo", "--train.off_policy.cap", "0.5"], "cap: got 0.5; must be at least 1"),
-        (["--algorithm", "grpo", "--train.normalization", "tokens"], "normalization.*tokens"),
-        (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: 'online_dpo' has no value model"),
-        (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
-        (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
-        (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got '.nan'; must be a finite number"),
-        (["--algorithm=ppo", "--train.kl.corrected", "true"], "kl.corrected: got True; must be false unless kl.where"),
-        (
-            ["--algorithm=best_of_k", "--train.kl", "{corrected: true, where: loss, estimator: k3, coef: 1}"],
-            "kl.corrected: got True; must be false: the best of K",
-        ),
-        (
-            ["--train.head_float32", "true", "--train.bf16", "false"],
-            "head_float32: got True; must be false without bf16",
-        ),
-        (["--train.non_eos_penalty", "subtract"], "train.non_eos_penalty.*subtract"),
-        (
-            ["--train.non_eos_penalty", "add", "--train.penalty_reward_value", "1"],
-            'penalty_reward_value: got 1.0; must be at most 0 with non_eos_penalty "add"',
-        ),
-        (
-            ["--algorithm", "ppo", "--train.bootstrap_truncated", "true"],
-            "non_eos_penalty: got True; must be false with bootstrap_truncated",
-        ),
-        (["--algorithm", "ppo", "--train.mask_truncated", "true"], "mask_truncated"),
-        (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
-        (["--train.generation.engine", "vlm"], 'engine: got \'vlm\'; must be "transformers" or "vllm"'),
-        (["--train.generation.placement", "server"], "engine: got 'transformers'; must be \"vllm\" with placement"),
-        ([*VLLM, "--train.generation.placement", "server"], r"urls: got \[\]; must name at least one server"),
-        ([*VLLM, "--train.generation.urls", "[http://a]"], 'urls: got .*; must be empty unless placement is "server"'),
-        ([*SERVER, "--train.generation.urls", "[a:80]"], "urls: got 'a:80'; must begin with http"),
-        ([*SERVER, "--train.generation.urls", "[http://a, http://a]"], "urls: got .*; must name each server once"),
-        ([*VLLM, "--train.generation.temperature", "0.001"], "temperature: got 0.001; must be at least 0.01"),
-        ([*VLLM, "--train.generation.vllm.options", "{seed: 1}"], "options.seed: got 1; is decided by the run"),
-        ([*VLLM, "--train.generation.vllm.gpu_memory_utilization", "2"], "gpu_memory_utilization: got 2.0; must be at"),
-        ([*SERVED, "--train.generation.vllm.kv_cache_gb", "1"], "vllm: got VLLM.*; must be left out with placement"),
-        (["--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless placement is"),
-        ([*SERVED, *NETWORK, "--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless"),
-        (NETWORK, "weights_transport: got 'network'; must be \"folder\" unless placement is"),
-        (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
-        (UNSEEDED, 'seed_per_request: got False; must be true unless engine is "vllm"'),
-        (
-            [*VLLM, *UNSEEDED, "--train.deterministic", "true"],
-            "deterministic: got True; must be false with generation.seed_per_request",
-        ),
-        (
-            [*VLLM, *UNSEEDED, "--train.staleness_mode", "bounded", "--train.replay_from", "schedule.jsonl"],
-            "replay_from: got 'schedule.jsonl'; must be null with generation.seed_per_request false",
-        ),
-        (
-            ["--train.generation.vllm.tensor_parallel_size", "2"],
-            'vllm.tensor_parallel_size: got 2; must be left out unless engine is "vllm"',
-        ),
-        ([*VLLM, "--train.generation.vllm.options", "{tensor_parallel_size: 2}"], "options.*; is a key of its own"),
-        (["--train.lora.publish", "adapter"], "lora.publish: got 'adapter'; must be \"merged\" but with"),
-    ],
-)
-def test_a_wrong_key_or_value_is_named(files, words, expected):
-    import re
-
+@pytest.mark.quick
+@each([
+    (["--train.stalenes", "1"], "train.stalenes"),
+    (["--train.staleness", "often"], "train.staleness: got 'often'; must be an integer"),
+    (["--train.generation", "{temprature: 1}"], "train.generation.temprature: .*did you mean train.generation.temp"),
+    (["--train.generation", "{nothing: {x: 1}}"], "train.generation.nothing: async-rlhf train has no such key"),
+    (["--train.staleness", "-1"], "staleness: got -1; must be at least 0"),
+    (["--train.total_episodes", "30"], "total_episodes: got 30; must be a multiple of the batch of 4 .*such as 32"),
+    (["--train.loss_type", "hinge"], "train.loss_type.*hinge"),
+    (["--train.beta", "0"], "beta: got 0.0; must be above 0"),
+    (["--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
+    (["--train.generation.placement", "inline", "--train.generation.engine", "vllm"],
+     'staleness: got 1; must be 0 with generation.engine "vllm" and placement "inline"'),
+    (["--train.generation.temperature", "0"], "temperature: got 0.0; must be 0.001 to 1000"),
+    (["--reward_funcs", "[no_colon]"], "reward_funcs: got 'no_colon'; must be \"module:function\""),
+    (["--train.lr_scheduler_type", "lineer"], "train.lr_scheduler_type.*lineer"),
+    (["--train.device", "gpu"], 'device: got \'gpu\'; must be "cpu", "cuda"'),
+    (["--train.eval_steps", "5"], "train.eval_steps: got 5; must be 0 without data.eval"),
+    (["--config", "nowhere.yml"], "--config: got 'nowhere.yml'; there is no such file"),
+    (["--algorithm", "dpo"],
+     "algorithm: got 'dpo'; must be one of online_dpo, best_of_k, rloo, reinforce_pp, ppo, grpo"),
+    (["--algorithm", "grpo", "--train.beta", "1"], "beta"),
+    (["--algorithm", "rloo", "--train.samples_per_prompt", "1"], "samples_per_prompt: got 1; must be at least 2"),
+    (["--algorithm", "rloo", "--train.off_policy.level", "token"], "off_policy.level: got 'token'; must be \"seq"),
+    (["--algorithm=ppo", "--train.kl.where", "loss"], 'kl.estimator: got \'k1\'; must be "k2" or "k3" with'),
+    (["--algorithm=ppo", "--train.kl.coef", "0", "--train.kl.target", "6"], "kl.coef: got 0.0; must be above 0"),
+    (["--algorithm", "ppo", "--train.lam", "1.5"], r"lam: got 1.5; must be in \[0, 1\]"),
+    (["--algorithm", "ppo", "--train.cliprange", "1"], "cliprange: got 1.0; must be below 1"),
+    (["--algorithm", "grpo", "--train.off_policy.cap", "0.5"], "cap: got 0.5; must be at least 1"),
+    (["--algorithm", "grpo", "--train.normalization", "tokens"], "normalization.*tokens"),
+    (["--value_model", "somewhere"], "value_model: got 'somewhere'; must be null: 'online_dpo' has no value model"),
+    (["--train.reward_weights", "[1, 2]"], r"train.reward_weights: got \[1.0, 2.0\]; .* 1 of reward_funcs"),
+    (["--train.reward_timeout", "0"], "reward_timeout: got 0.0; must be above 0"),
+    (["--train.penalty_reward_value", ".nan"], "penalty_reward_value: got '.nan'; must be a finite number"),
+    (["--algorithm=ppo", "--train.kl.corrected", "true"], "kl.corrected: got True; must be false unless kl.where"),
+    (["--algorithm=best_of_k", "--train.kl", "{corrected: true, where: loss, estimator: k3, coef: 1}"],
+     "kl.corrected: got True; must be false: the best of K"),
+    (["--train.head_float32", "true", "--train.bf16", "false"], "head_float32: got True; must be false without bf16"),
+    (["--train.non_eos_penalty", "subtract"], "train.non_eos_penalty.*subtract"),
+    (["--train.non_eos_penalty", "add", "--train.penalty_reward_value", "1"],
+     'penalty_reward_value: got 1.0; must be at most 0 with non_eos_penalty "add"'),
+    (["--algorithm", "ppo", "--train.bootstrap_truncated", "true"],
+     "non_eos_penalty: got True; must be false with bootstrap_truncated"),
+    (["--algorithm", "ppo", "--train.mask_truncated", "true"], "mask_truncated"),
+    (["--train.lora.rank", "-1"], "rank: got -1; must be at least 0"),
+    (["--train.generation.engine", "vlm"], 'engine: got \'vlm\'; must be "transformers" or "vllm"'),
+    (["--train.generation.placement", "server"], "engine: got 'transformers'; must be \"vllm\" with placement"),
+    ([*VLLM, "--train.generation.placement", "server"], r"urls: got \[\]; must name at least one server"),
+    ([*VLLM, "--train.generation.urls", "[http://a]"], 'urls: got .*; must be empty unless placement is "server"'),
+    ([*SERVER, "--train.generation.urls", "[a:80]"], "urls: got 'a:80'; must begin with http"),
+    ([*SERVER, "--train.generation.urls", "[http://a, http://a]"], "urls: got .*; must name each server once"),
+    ([*VLLM, "--train.generation.temperature", "0.001"], "temperature: got 0.001; must be at least 0.01"),
+    ([*VLLM, "--train.generation.vllm.options", "{seed: 1}"], "options.seed: got 1; is decided by the run"),
+    ([*VLLM, "--train.generation.vllm.gpu_memory_utilization", "2"], "gpu_memory_utilization: got 2.0; must be at"),
+    ([*SERVED, "--train.generation.vllm.kv_cache_gb", "1"], "vllm: got VLLM.*; must be left out with placement"),
+    (["--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless placement is"),
+    ([*SERVED, *NETWORK, "--train.generation.weights_dir", "w"], "weights_dir: got 'w'; must be null unless"),
+    (NETWORK, "weights_transport: got 'network'; must be \"folder\" unless placement is"),
+    (["--train.generation.in_flight", "true"], "staleness_mode: got 'exact'; must be \"bounded\" with generation"),
+    (UNSEEDED, 'seed_per_request: got False; must be true unless engine is "vllm"'),
+    ([*VLLM, *UNSEEDED, "--train.deterministic", "true"],
+     "deterministic: got True; must be false with generation.seed_per_request"),
+    ([*VLLM, *UNSEEDED, "--train.staleness_mode", "bounded", "--train.replay_from", "schedule.jsonl"],
+     "replay_from: got 'schedule.jsonl'; must be null with generation.seed_per_request false"),
+    (["--train.generation.vllm.tensor_parallel_size", "2"],
+     'vllm.tensor_parallel_size: got 2; must be left out unless engine is "vllm"'),
+    ([*VLLM, "--train.generation.vllm.options", "{tensor_parallel_size: 2}"], "options.*; is a key of its own"),
+    (["--train.lora.publish", "adapter"], "lora.publish: got 'adapter'; must be \"merged\" but with"),
+])  # fmt: skip
+def test_a_wrong_key_or_value_is_named(words, expected, files):
     assert re.search(expected, parse_error("--config", files["config.yml"], *words), re.DOTALL)
 
 
@@ -205,10 +182,9 @@ def test_the_algorithm_decides_the_keys(files, monkeypatch):
     assert (type(config.train), config.train.kl.where) == (GRPOConfig, "loss")
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [("true", True), ("false", False), ("replace", "replace"), ("add", "add")]
-)
-def test_what_becomes_of_a_completion_that_is_cut_off(files, given, expected):
+@pytest.mark.quick
+@each([("true", True), ("false", False), ("replace", "replace"), ("add", "add")])
+def test_what_becomes_of_a_completion_that_is_cut_off(given, expected, files):
     """True and false keep their meaning; without a word there is no penalty where rewards can be verified."""
     words = ["--config", str(files["config.yml"])]
     for algorithm in BUILT_IN:
@@ -234,11 +210,10 @@ def test_lists_are_given_plainly_or_as_yaml(files):
     assert functions("--reward_funcs", "[a:b, c:d]") == ["a:b", "c:d"]
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [("no_such_package", "source 'no_such_package' is not installed"), ("./tests/golden", "source: got .* functions")],
+@each(
+    [("no_such_package", "source 'no_such_package' is not installed"), ("./tests/golden", "source: got .* functions")]
 )
-def test_a_source_without_functions_is_named(tmp_path, monkeypatch, source, expected):
+def test_a_source_without_functions_is_named(source, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(ConfigError, match=expected):
         run_data(DocstringsConfig(out=str(tmp_path / "data"), source=[source]))
@@ -261,38 +236,23 @@ def test_an_unknown_key_in_the_file_is_named(files):
     assert "stalenes" in parse_error("--config", files["config.yml"])
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"data.jsonl": None}, "data.train: got .*data.jsonl'; there is no such file"),
-        ({"data.jsonl": ""}, "data.train: .*data.jsonl' has no rows"),
-        (
-            {"data.jsonl": '{"query": "a"}\n{"question": "b"}\n'},
-            "data.train: row 2 of .* has no 'query'; it has 'question'",
-        ),
-        ({"data.jsonl": '{"query": "a"}\n{"query": \n'}, "data.train: line 2 of .* is not JSON"),
-        (
-            {"data.jsonl": '{"query": "a"}\n{"query": "\\udcff"}\n'},
-            "train_dataset: 'query' of row 2 has .*Unicode text",
-        ),
-        ({"data.jsonl": b'{"query": "a"}\n{"query": "\xff"}\n'}, "data.train: line 2 of .* is not UTF-8"),
-        ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
-        ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),
-        (
-            {"reward.py": "import sys\nsys.exit(0)\n"},
-            "reward_funcs: got .*, which calls sys.exit\\(\\) when it is imported",
-        ),
-        ({"reward.py": "def reward(a: pass\n"}, r"reward_funcs: got .*\(reward.py, line 1\)"),
-        ({"reward.py": None}, "reward_funcs: got .*there is no file"),
-        ({"model": None}, "model: got .*model'; there is no such folder; must be a folder with a model, or"),
-    ],
-)
+@pytest.mark.parametrize(("change", "expected"),[
+    ({"data.jsonl": None}, "data.train: got .*data.jsonl'; there is no such file"),
+    ({"data.jsonl": ""}, "data.train: .*data.jsonl' has no rows"),
+    ({"data.jsonl": '{"query": "a"}\n{"question": "b"}\n'},
+     "data.train: row 2 of .* has no 'query'; it has 'question'"),
+    ({"data.jsonl": '{"query": "a"}\n{"query": \n'}, "data.train: line 2 of .* is not JSON"),
+    ({"data.jsonl": '{"query": "a"}\n{"query": "\\udcff"}\n'}, "'query' of row 2 has the character .*Unicode text"),
+    ({"data.jsonl": b'{"query": "a"}\n{"query": "\xff"}\n'}, "data.train: line 2 of .* is not UTF-8"),
+    ({"data.jsonl": '{"query": "%s"}\n' % ("x" * 40)}, "max_prompt_length: got 32; none of the 1 prompts"),
+    ({"reward.py": "x = 1\n"}, "reward_funcs: got .*reward.py has no function 'reward'"),
+    ({"reward.py": "import sys\nsys.exit(0)\n"},
+     "reward_funcs: got .*, which calls sys.exit\\(\\) when it is imported"),
+    ({"reward.py": "def reward(a: pass\n"}, r"reward_funcs: got .*\(reward.py, line 1\)"),
+    ({"reward.py": None}, "reward_funcs: got .*there is no file"),
+    ({"model": None}, "model: got .*model'; there is no such folder; must be a folder with a model, or"),
+])  # fmt: skip
 def test_bad_files_are_named(files, change, expected):
-    import re
-    import shutil
-
-    from async_rlhf.commands.train import run_train
-
     for name, content in change.items():
         if isinstance(content, bytes):
             files[name].write_bytes(content)
@@ -316,59 +276,39 @@ def test_prompts_over_the_limit_are_dropped_and_counted(make_policy, tokenizer, 
 
 
 IGNORED = {
-    "pairs --from_ratings r.jsonl --output o.jsonl": (
-        "with from_ratings",
-        {"top_p": 0.9, "top_k": 5, "parallel.ranks": 2, "trust_remote_code": "true", "batch_size": 3, "device": "cpu"},
-    ),
+    "pairs --from_ratings r.jsonl --output o.jsonl": ("with from_ratings",
+     {"top_p": 0.9, "top_k": 5, "parallel.ranks": 2, "trust_remote_code": "true", "batch_size": 3, "device": "cpu"}),
     "pairs --model m --prompts p --reward_model r --output o.jsonl": ("without from_ratings", {"margin": 1}),
-    "evaluate --generations g --output_dir o --reward_model r": (
-        "with generations",
-        {"dtype": "bfloat16", "vllm.block_size": 16, "top_k": 5, "seed": 3, "engine": "vllm", "split": "test"},
-    ),
-    "evaluate --models.a m --data d --output_dir o --reward_model r": (
-        "without judge.url",
-        {"judge.model": "j", "judge.max_tokens": 3, "judge.concurrency": 2, "judge.prompt_file": "f"},
-    ),
-    "evaluate --models.a m --data d --output_dir o --judge.url http://a --judge.model j": (
-        "with judge.url",
-        {"reward_model": "r", "reward_funcs": "[a:b]", "penalties": "training", "reward_tokenizer": "t"},
-    ),
+    "evaluate --generations g --output_dir o --reward_model r": ("with generations",
+     {"dtype": "bfloat16", "vllm.block_size": 16, "top_k": 5, "seed": 3, "engine": "vllm", "split": "test"}),
+    "evaluate --models.a m --data d --output_dir o --reward_model r": ("without judge.url",
+     {"judge.model": "j", "judge.max_tokens": 3, "judge.concurrency": 2, "judge.prompt_file": "f"}),
+    "evaluate --models.a m --data d --output_dir o --judge.url http://a --judge.model j": ("with judge.url",
+     {"reward_model": "r", "reward_funcs": "[a:b]", "penalties": "training", "reward_tokenizer": "t"}),
     "relabel --data d --output_dir o --reward_funcs a:b": (
-        "without reward_model",
-        {"batch_size": 3, "dtype": "float16"},
-    ),
+     "without reward_model", {"batch_size": 3, "dtype": "float16"}),
     "sft --train t --output_dir o --model m": (
-        "with model",
-        {"new_model.hidden_size": 64, "new_model.vocab_size": 300, "new_model.architecture": "llama"},
-    ),
+     "with model", {"new_model.hidden_size": 64, "new_model.vocab_size": 300, "new_model.architecture": "llama"}),
     "sft --train t --output_dir o": (
-        "(with rank 0|without eval)",
-        {"lora.alpha": 3, "lora.target_modules": "[a]", "eval_split": "test"},
-    ),
-    "reward --train t --output_dir o --model m": (
-        "(with rank 0|without eval|without reference)",
-        {"lora.alpha": 3, "eval_split": "test", "reference_split": "test"},
-    ),
+     "(with rank 0|without eval)", {"lora.alpha": 3, "lora.target_modules": "[a]", "eval_split": "test"}),
+    "reward --train t --output_dir o --model m": ("(with rank 0|without eval|without reference)",
+     {"lora.alpha": 3, "eval_split": "test", "reference_split": "test"}),
     "train --model m --data.train d --reward_funcs a:b": (
-        "(with rank 0|without (data.eval|max_turns|metric_for_best_model|stop_at|reward_model|feedback.ask))",
-        {"train.lora.alpha": 3, "data.eval_split": "test", "train.eval_temperature": 1, "train.stop_patience": 2}
-        | {"train.eval_samples_per_prompt": 2, "train.generation.step_timeout": 3, "train.greater_is_better": "false"}
-        | {"train.reward_model_weight": 2, "train.feedback.answers": 2},
-    ),
+     "(with rank 0|without (data.eval|max_turns|metric_for_best_model|stop_at|reward_model|feedback.ask))",
+     {"train.lora.alpha": 3, "data.eval_split": "test", "train.eval_temperature": 1, "train.stop_patience": 2,
+      "train.eval_samples_per_prompt": 2, "train.generation.step_timeout": 3, "train.greater_is_better": "false",
+      "train.reward_model_weight": 2, "train.feedback.answers": 2}),
     "train --model m --data.train d --reward_funcs a:b --train.staleness 0": (
-        'with placement "inline"',
-        {"train.generation.workers": 2, "train.generation.device": "cpu"},
-    ),
+     'with placement "inline"', {"train.generation.workers": 2, "train.generation.device": "cpu"}),
     "train --model m --data.train d --reward_funcs a:b --train.generation.engine vllm "
     "--train.generation.placement server --train.generation.urls [http://a]": (
-        'with placement "server"',
-        {"train.generation.workers": 2, "train.generation.device": "cpu"},
-    ),
-}
+     'with placement "server"', {"train.generation.workers": 2, "train.generation.device": "cpu"}),
+}  # fmt: skip
 """What is ignored, and by what: each key is refused, and the error names both."""
 
 
-@pytest.mark.parametrize("line", IGNORED)
+@pytest.mark.quick
+@each(IGNORED)
 def test_a_key_that_would_be_ignored_is_refused(line):
     why, keys = IGNORED[line]
     command, *words = line.split()
@@ -381,33 +321,25 @@ def test_a_key_that_would_be_ignored_is_refused(line):
             parse(kind, command, [*words, f"--{key}={value}"])
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        (pandas.DataFrame({"query": ["a"]}), r"got a DataFrame; .*Dataset.from_pandas\(frame\), or frame.to_dict"),
-        (
-            DatasetDict({"train": Dataset.from_list([{"query": "a"}])}),
-            "got a DatasetDict; .*, or one split of a data set",
-        ),
-        ("prompts.jsonl", "row 1 of 'the data set' is a str; must be a mapping"),
-        ([{"query": "a"}, {"query": None}], "row 2 of 'the data set' has null as 'query'; it has 'query'"),
-    ],
-)
-@pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
-def test_what_are_no_rows_is_named(make_policy, tokenizer, prompts, make_args, rows, expected, key):
-    given = {"train_dataset": prompts, key: rows}
-    with pytest.raises(ConfigError, match=f"{key}: {expected}"):
-        OnlineDPOTrainer(make_policy(), make_args(), **given, reward_funcs=count_letters, processing_class=tokenizer)
+@each([
+    (pandas.DataFrame({"query": ["a"]}), r"got a DataFrame; .*Dataset.from_pandas\(frame\), or frame.to_dict"),
+    (DatasetDict({"train": Dataset.from_list([{"query": "a"}])}), "got a DatasetDict; .*, or one split of a data set"),
+    ("prompts.jsonl", "row 1 of 'the data set' is a str; must be a mapping"),
+    ([{"query": "a"}, {"query": None}], "row 2 of 'the data set' has null as 'query'; it has 'query'"),
+])  # fmt: skip
+def test_what_are_no_rows_is_named(rows, expected, make_policy, tokenizer, prompts, make_args):
+    options = {"reward_funcs": count_letters, "processing_class": tokenizer}
+    for key in ("train_dataset", "eval_dataset"):
+        given = {"train_dataset": prompts, key: rows}
+        with pytest.raises(ConfigError, match=f"{key}: {expected}"):
+            OnlineDPOTrainer(make_policy(), make_args(), **given, **options)
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"prompt": "a", "completion": None}, "row 1 has 'prompt', null as 'completion'; must have"),
-        ({"prompt": None, "completion": "a"}, "row 1 has 'completion', null as 'prompt'; must have"),
-        ({"text": None}, "row 1 has null as 'text'; must have"),
-    ],
-)
+@each([
+    ({"prompt": "a", "completion": None}, "row 1 has 'prompt', null as 'completion'; must have"),
+    ({"prompt": None, "completion": "a"}, "row 1 has 'completion', null as 'prompt'; must have"),
+    ({"text": None}, "row 1 has null as 'text'; must have"),
+])  # fmt: skip
 def test_null_in_a_column_is_said(row, expected):
     with pytest.raises(ConfigError, match=expected):
         list(RowReader(None, "train").demonstrations([row]))
@@ -433,21 +365,15 @@ def folders(tmp_path, make_policy, tokenizer) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("no config.json", "no config.json'; the folder has no config.json; must be a folder with a model"),
-        ("no model.safetensors", "no model.safetensors'; the folder has no weights; must have model.safetensors"),
-        ("no tokenizer*", "no tokenizer could be loaded from '.*'; it has none; must be a folder with tokenizer files"),
-        ("adapters", "loaded from '.*adapters'; it has none; the folder has only adapters, of '.*whole'; must be"),
-        (
-            "adapters of nothing",
-            "of nothing', which has only adapters of '.*gone': base_model.* got '.*gone'; there is no",
-        ),
-        ("whole/config.json", "whole/config.json', which is a file; must be a folder with a model, or a hub name"),
-    ],
-)
-def test_a_folder_that_is_no_model_says_what_it_lacks(folders, name, expected):
+@each([
+    ("no config.json", "no config.json'; the folder has no config.json; must be a folder with a model"),
+    ("no model.safetensors", "no model.safetensors'; the folder has no weights; must have model.safetensors"),
+    ("no tokenizer*", "no tokenizer could be loaded from '.*'; it has none; must be a folder with tokenizer files"),
+    ("adapters", "loaded from '.*adapters'; it has none; the folder has only adapters, of '.*whole'; must be"),
+    ("adapters of nothing", "of nothing', which has only adapters of '.*gone': base_model.* got '.*gone'; there is no"),
+    ("whole/config.json", "whole/config.json', which is a file; must be a folder with a model, or a hub name"),
+])  # fmt: skip
+def test_a_folder_that_is_no_model_says_what_it_lacks(name, expected, folders):
     source, lacks_tokenizer = str(folders / name), name in ("no tokenizer*", "adapters")
     (folders / "rows.jsonl").write_text('{"text": "a"}')
     config = SFTConfig(str(folders / "rows.jsonl"), "out", model=source)
@@ -549,14 +475,11 @@ def test_the_reference_must_be_another_model(make_policy, tokenizer, prompts, ma
         OnlineDPOTrainer(policy, make_args(), prompts, ref_model=policy, **options)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"report_to": ["wandbb"]}, "report_to: got 'wandbb'; must be one of"),
-        ({"eval_steps": 2}, "eval_steps: got 2; must be 0 without eval_dataset"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_once(make_policy, tokenizer, prompts, make_args, changes, expected):
+@each([
+    ({"report_to": ["wandbb"]}, "report_to: got 'wandbb'; must be one of"),
+    ({"eval_steps": 2}, "eval_steps: got 2; must be 0 without eval_dataset"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_at_once(changes, expected, make_policy, tokenizer, prompts, make_args):
     with pytest.raises(ConfigError, match=expected):
         OnlineDPOTrainer(
             make_policy(), make_args(**changes), prompts, reward_funcs=count_letters, processing_class=tokenizer

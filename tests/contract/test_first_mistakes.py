@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import each
 from tiny import PROMPTS
 
 from async_rlhf.algorithms.table import BUILT_IN
@@ -52,8 +53,7 @@ def ends(capsys, *words: str) -> tuple[int, str]:
     return code if isinstance(code, int) else 0, said.err + said.out
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "line", "meant"),
+@each(
     [
         ("model: model", "modle: model", 1, "model"),
         ("train: prompts", "trian: prompts", 2, "data.train"),
@@ -61,9 +61,9 @@ def ends(capsys, *words: str) -> tuple[int, str]:
         ("    response_length", "    response_lenght", 7, "train.generation.response_length"),
         ("  seed:", "  max_new_tokens:", 5, "train.generation.response_length"),
         ("  seed:", "  temperature:", 5, "train.generation.temperature"),
-    ],
+    ]
 )
-def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(capsys, right, wrong, line, meant):
+def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(right, wrong, line, meant, capsys):
     Path("recipe.yml").write_text(RECIPE.replace(right, wrong))
     code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run")
     assert code == 2
@@ -71,8 +71,7 @@ def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(capsys, righ
     assert f"did you mean {meant}?" in said
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
+@each(
     [
         ("--learning_rate=1e-5", "train.learning_rate"),
         ("--learning-rate=1e-5", "train.learning_rate"),
@@ -81,9 +80,9 @@ def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(capsys, righ
         ("--output_dir=x", "train.output_dir"),
         ("--train.stalness=1", "train.staleness"),
         ("--num_threads=1", "train.num_threads"),  # and not that of the generator, which is deeper
-    ],
+    ]
 )
-def test_other_trainers_names_and_typing_errors_get_ours(capsys, word, meant):
+def test_other_trainers_names_and_typing_errors_get_ours(word, meant, capsys):
     code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", word)
     assert (code, said.strip().endswith(f"no such option; did you mean --{meant}?")) == (2, True), said
 
@@ -121,8 +120,9 @@ def test_names_of_other_trainers_lead_to_keys():
     assert set(_ELSEWHERE.values()) <= known
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_short_help_shows_what_matters(capsys, command):
+@pytest.mark.quick
+@each(COMMANDS)
+def test_the_short_help_shows_what_matters(command, capsys):
     code, short = ends(capsys, command, "--help")
     whole = ends(capsys, command, "--help-all")[1]
     kind = import_attribute(COMMANDS[command].config)
@@ -160,9 +160,10 @@ MISSING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISSING)
+@pytest.mark.quick
+@each(MISSING)
 def test_a_missing_place_is_said_to_be_missing_and_nothing_is_left(
-    capsys, case, place, make_policy, tokenizer, monkeypatch
+    case, capsys, place, make_policy, tokenizer, monkeypatch
 ):
     write_model(make_policy(), tokenizer, place / "m")
     Path("reward.py").write_text("def f(prompts, completions, **columns):\n    return [0.0 for _ in completions]\n")
@@ -228,8 +229,8 @@ for line in {MISSPELT}:
     assert all("error: " in line and ("nope" in line or "no/such" in line or "p.jsonl/" in line) for line in said)
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "reward"])
-def test_a_missing_tracker_is_named_before_anything_is_loaded(capsys, command, monkeypatch):
+@each(["train", "sft", "reward"])
+def test_a_missing_tracker_is_named_before_anything_is_loaded(command, capsys, monkeypatch):
     """With a model and data that are not there either, which would be the next errors."""
     monkeypatch.setattr(names, "find_spec", lambda module: None)
     words = {"train": ["--train.report_to=tensorboard", "--data.train=none.jsonl", "--reward=no.py:f"]}.get(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
+from tables import each
 from tiny import PROMPTS, count_letters, new_args
 from transformers import AutoModelForCausalLM
 
@@ -117,21 +118,14 @@ def test_weights_that_are_left_out_are_named(make_reward_model, make_policy, tok
     assert "1 weights belong to no causal language model and are left out: another.weight" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "share", "told"),
-    [
-        (
-            {"non_eos_penalty": True},
-            0.33,
-            "67% of the first batch's answers are cut off at 12 tokens .* scored -1, what",
-        ),
-        ({"non_eos_penalty": "add", "penalty_reward_value": -2.0}, 0.5, "50% .*; -2 is added to their score"),
-        ({"non_eos_penalty": True}, 0.8, None),
-        ({"non_eos_penalty": False}, 0.0, None),
-        ({"algorithm": "grpo", "mask_truncated": True}, 0.1, "90% .* not trained on"),
-    ],
-)
-def test_what_cut_off_answers_cost_is_said(tmp_path, changes, share, told):
+@each([
+    ({"non_eos_penalty": True}, 0.33, "67% of the first batch's answers are cut off at 12 tokens .* scored -1, what"),
+    ({"non_eos_penalty": "add", "penalty_reward_value": -2.0}, 0.5, "50% .*; -2 is added to their score"),
+    ({"non_eos_penalty": True}, 0.8, None),
+    ({"non_eos_penalty": False}, 0.0, None),
+    ({"algorithm": "grpo", "mask_truncated": True}, 0.1, "90% .* not trained on"),
+])  # fmt: skip
+def test_what_cut_off_answers_cost_is_said(changes, share, told, tmp_path):
     found = cut_off_warning(new_args(tmp_path, **changes), share)
     assert (found is None) == (told is None)
     if told is not None:
