@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import each
 
 from async_rlhf.tasks.docstrings.harvest import Function, harvest
 from async_rlhf.tasks.docstrings.reward import GATES, WEIGHTS, explain, gold_reward, gold_rewards
@@ -94,19 +96,18 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> list[Function]:
     return harvest(packages, cache_dir=tmp_path_factory.mktemp("cache"), progress=False)
 
 
-@pytest.mark.parametrize(("signature", "summary", "score"), REAL)
-def test_real_docstrings_score_as_documented(signature: str, summary: str, score: float) -> None:
+@each(REAL)
+def test_real_docstrings_score_as_documented(signature, summary, score):
     assert gold_reward(signature + QUOTES, summary) == pytest.approx(score, abs=0.002)
 
 
-@pytest.mark.parametrize(("query", "better", "worse", "margin"), PAIRS)
-def test_better_line_wins_by_a_margin(query: str, better: str, worse: str, margin: float) -> None:
+@each(PAIRS)
+def test_better_line_wins_by_a_margin(query, better, worse, margin):
     assert gold_reward(query, better) - gold_reward(query, worse) >= margin
 
 
-@pytest.mark.parametrize("query", [GET_VALUE, PARSE_ARGS, SIZE])
-@pytest.mark.parametrize("summary", [summary for _, summary, _ in REAL])
-def test_score_is_the_documented_sum_times_the_gates(query: str, summary: str) -> None:
+@each(itertools.product([GET_VALUE, PARSE_ARGS, SIZE], [summary for _, summary, _ in REAL]))
+def test_score_is_the_documented_sum_times_the_gates(query, summary):
     parts = explain(query, summary)
     weights = {"imperative": 0.14, "capital": 0.06, "period": 0.08, "length": 0.08, "fluency": 0.14}
     total = sum(weight * parts[name] for name, weight in weights.items()) + 0.5 * parts["relevance"]
@@ -128,10 +129,8 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "name", "value", "changed"), ALONE)
-def test_one_change_moves_one_part(
-    before: str, after: str, name: str, value: float | None, changed: float | None
-) -> None:
+@each(ALONE)
+def test_one_change_moves_one_part(before, after, name, value, changed):
     one, two = explain(SIZE, before), explain(SIZE, after)
     allowed = {name, "score"} | ({"fluency", "relevance"} if name == "imperative" else set())
     assert {part for part in one if one[part] != two[part]} <= allowed
@@ -143,8 +142,7 @@ def test_one_change_moves_one_part(
         assert one["score"] - two["score"] == pytest.approx(gate * WEIGHTS[name] * (one[name] - two[name]))
 
 
-@pytest.mark.parametrize(
-    ("summary", "imperative"),
+@each(
     [
         ("Return the value.", 1.0),
         ("Recursively delete a tree.", 1.0),
@@ -159,14 +157,14 @@ def test_one_change_moves_one_part(
         ("The value.", 0.0),
         ("Whether the value is set.", 0.0),
         ("Decorator of a function.", 0.0),
-    ],
+    ]
 )
-def test_imperative_mood(summary: str, imperative: float) -> None:
+def test_imperative_mood(summary, imperative):
     assert explain(GET_VALUE, summary)["imperative"] == imperative
 
 
-@pytest.mark.parametrize(("n_chars", "length"), [(44, 1.0), (8, math.exp(-1)), (71, math.exp(-0.5625))])
-def test_length_is_the_documented_bell(n_chars: int, length: float) -> None:
+@each([(44, 1.0), (8, math.exp(-1)), (71, math.exp(-0.5625))])
+def test_length_is_the_documented_bell(n_chars, length):
     assert explain(SIZE, "a" * n_chars + ".")["length"] == pytest.approx(length)
 
 
@@ -175,16 +173,15 @@ def test_length_falls_to_a_quarter_beyond_72_characters() -> None:
     assert explain(SIZE, "Get the size\nof it.")["length"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("summary", "repetition"),
+@each(
     [
         ("Get the size of the terminal.", 1.0),
         ("Get the size of the size.", math.exp(-0.1 * 2 - 0.4)),  # "size", and "the size"
         ("Get the size of the terminal of the host.", math.exp(-0.1 * 1.5 - 0.4 * 0.5)),  # third "the", "of the"
         ("Get the size size.", 0.7 * explain(SIZE, "Get the size")["score"]),
-    ],
+    ]
 )
-def test_repetition_costs_what_is_documented(summary: str, repetition: float) -> None:
+def test_repetition_costs_what_is_documented(summary, repetition):
     parts = explain(SIZE, summary)
     if summary.endswith("size size."):
         assert parts["score"] <= repetition
@@ -192,8 +189,7 @@ def test_repetition_costs_what_is_documented(summary: str, repetition: float) ->
         assert parts["repetition"] == pytest.approx(repetition)
 
 
-@pytest.mark.parametrize(
-    ("summary", "most"),
+@each(
     [
         ("", 0.0),
         ("   \n ", 0.0),
@@ -210,9 +206,9 @@ def test_repetition_costs_what_is_documented(summary: str, repetition: float) ->
         ("Return the value the value the value the value.", 0.05),
         ("Get " * 100, 0.0),
         ("Get the cached value key default int str key default value.", 0.35),
-    ],
+    ]
 )
-def test_degenerate_strings_earn_little(summary: str, most: float) -> None:
+def test_degenerate_strings_earn_little(summary, most):
     assert gold_reward(GET_VALUE, summary) <= most
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from tiny import call_reward_function
 
 from async_rlhf.config import ConfigError
@@ -26,111 +27,37 @@ def reward(function, completion: str, **columns) -> float:
 
 NUMBERS = [
     # text, its answer
-    ("18", 18),
-    ("The answer is 18.", 18),
-    ("#### 18", 18),
-    ("####18", 18),
-    ("#### 18.", 18),
-    ("####\n18", 18),
+    ("18", 18), ("The answer is 18.", 18), ("#### 18", 18), ("####18", 18), ("#### 18.", 18), ("####\n18", 18),
     ("She has 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18.\n#### 18", 18),
-    ("#### 18 apples and 3 pears", 18),
-    ("#### 5\nWait, that is wrong.\n#### 6 of 7", 6),
-    ("2 + 2 = 4 ####", 4),
-    ("1,234", 1234),
-    ("#### 1,234,567.50", Fraction("1234567.5")),
-    ("#### $1,080.00", 1080),
-    ("$-5", -5),
-    ("-$5", -5),
-    ("\N{MINUS SIGN}5 degrees", -5),
-    ("x = -7", -7),
-    ("(-7)", -7),
-    ("answer:-7", -7),
-    ("+7", 7),
-    ("10-5", 5),
-    ("pages 10\N{EN DASH}15", 15),
-    ("COVID-19", 19),
-    ("Answer:\n- 5", 5),
-    ("50%", 50),
-    (r"\boxed{50\%}", 50),
-    ("3/4", Fraction(3, 4)),
-    ("3 / 4 of it", Fraction(3, 4)),
-    ("-3/4", Fraction(-3, 4)),
-    ("1 1/2", Fraction(3, 2)),
-    ("-1 1/2", Fraction(-3, 2)),
-    ("step 3 8/2", 4),
-    ("1.5/0.5", 3),
-    ("5/0", None),
-    ("5 of 6/0", 5),
-    (".5", Fraction(1, 2)),
-    ("It is .5.", Fraction(1, 2)),
-    ("3.14.", Fraction("3.14")),
-    ("0.30", Fraction("0.3")),
-    ("007", 7),
-    ("1e-3", Fraction(1, 1000)),
-    ("2.5E4", 25000),
-    ("12,34", 34),
-    ("1,2345", 2345),
-    ("**42**", 42),
-    ("£3.50", Fraction("3.5")),
-    (r"so \boxed{42} of 100", 42),
-    (r"\boxed{1} then \boxed{2}", 2),
-    (r"\boxed{x = 5}", 5),
-    (r"\boxed{5 \text{ m}^2}", 5),
-    (r"\boxed{\text{18 dollars}}", 18),
-    (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
-    (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
-    (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
-    (r"\boxed{\frac34}", Fraction(3, 4)),
-    (r"\boxed{2\frac{1}{2}}", Fraction(5, 2)),
-    (r"\boxed{12{,}345}", 12345),
-    (r"\boxed{12\,345}", 12345),
-    (r"\boxed{12,\!345}", 12345),
-    (r"\boxed{\$18}", 18),
-    (r"\boxed{18", 18),
-    (r"17 \boxed{}", 17),
-    (r"\boxed{none} of 3", 3),
-    (r"\boxed{7}" + "\n#### 8", 8),
-    ("no number at all", None),
-    ("", None),
-    ("nan, inf", None),
-    ("9" * 5000, None),
+    ("#### 18 apples and 3 pears", 18), ("#### 5\nWait, that is wrong.\n#### 6 of 7", 6), ("2 + 2 = 4 ####", 4),
+    ("1,234", 1234), ("#### 1,234,567.50", Fraction("1234567.5")), ("#### $1,080.00", 1080), ("$-5", -5), ("-$5", -5),
+    ("\N{MINUS SIGN}5 degrees", -5), ("x = -7", -7), ("(-7)", -7), ("answer:-7", -7), ("+7", 7), ("10-5", 5),
+    ("pages 10\N{EN DASH}15", 15), ("COVID-19", 19), ("Answer:\n- 5", 5), ("50%", 50), (r"\boxed{50\%}", 50),
+    ("3/4", Fraction(3, 4)), ("3 / 4 of it", Fraction(3, 4)), ("-3/4", Fraction(-3, 4)), ("1 1/2", Fraction(3, 2)),
+    ("-1 1/2", Fraction(-3, 2)), ("step 3 8/2", 4), ("1.5/0.5", 3), ("5/0", None), ("5 of 6/0", 5),
+    (".5", Fraction(1, 2)), ("It is .5.", Fraction(1, 2)), ("3.14.", Fraction("3.14")), ("0.30", Fraction("0.3")),
+    ("007", 7), ("1e-3", Fraction(1, 1000)), ("2.5E4", 25000), ("12,34", 34), ("1,2345", 2345), ("**42**", 42),
+    ("£3.50", Fraction("3.5")), (r"so \boxed{42} of 100", 42), (r"\boxed{1} then \boxed{2}", 2), (r"\boxed{x = 5}", 5),
+    (r"\boxed{5 \text{ m}^2}", 5), (r"\boxed{\text{18 dollars}}", 18), (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+    (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)), (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
+    (r"\boxed{\frac34}", Fraction(3, 4)), (r"\boxed{2\frac{1}{2}}", Fraction(5, 2)), (r"\boxed{12{,}345}", 12345),
+    (r"\boxed{12\,345}", 12345), (r"\boxed{12,\!345}", 12345), (r"\boxed{\$18}", 18), (r"\boxed{18", 18),
+    (r"17 \boxed{}", 17), (r"\boxed{none} of 3", 3), (r"\boxed{7}" + "\n#### 8", 8), ("no number at all", None),
+    ("", None), ("nan, inf", None), ("9" * 5000, None),
     # Powers
-    (r"\boxed{10^3}", None),
-    (r"17, so \boxed{10^{3}}", None),
-    ("It is 2 ^ 10.", None),
-    ("#### 1,000^2", None),
-    ("3/4^2", None),
-    (r"\boxed{3 \times 10^3}", None),
-    ("8 = 2^3, so 8", 8),
-    ("2^3 = 8", 8),
-    ("x^2 = 9", 9),
-    ("5 m^2", 5),
-    (r"\boxed{90^\circ}", 90),
-    (r"\boxed{90^{\circ}}", 90),
-    ("the 5^{th}", 5),
+    (r"\boxed{10^3}", None), (r"17, so \boxed{10^{3}}", None), ("It is 2 ^ 10.", None), ("#### 1,000^2", None),
+    ("3/4^2", None), (r"\boxed{3 \times 10^3}", None), ("8 = 2^3, so 8", 8), ("2^3 = 8", 8), ("x^2 = 9", 9),
+    ("5 m^2", 5), (r"\boxed{90^\circ}", 90), (r"\boxed{90^{\circ}}", 90), ("the 5^{th}", 5),
     # Thousands in groups
-    ("#### 1 000", 1000),
-    ("10 000", 10000),
-    ("-10 000.5", Fraction("-10000.5")),
-    ("$1 234 567 in all", 1234567),
-    ("10\N{NARROW NO-BREAK SPACE}000", 10000),
-    ("1984 100 200", 200),
-    ("3 40", 40),
-    ("#### 1 000 00", None),
-    ("#### 1 000 0000", None),
-    ("1,000,00", None),
-    ("#### 1,000,00", None),
-    ("1,000,0000", None),
-    ("#### 1.000.000", None),
-    ("7 #### 1.000.000,00", None),
-    ("1.000,50", None),
-    ("1,000.5.5", None),
-    (r"\boxed{1.5, 2.5}", Fraction(3, 2)),
-    ("(1.5,2.5)", Fraction(5, 2)),
-]
+    ("#### 1 000", 1000), ("10 000", 10000), ("-10 000.5", Fraction("-10000.5")), ("$1 234 567 in all", 1234567),
+    ("10\N{NARROW NO-BREAK SPACE}000", 10000), ("1984 100 200", 200), ("3 40", 40), ("#### 1 000 00", None),
+    ("#### 1 000 0000", None), ("1,000,00", None), ("#### 1,000,00", None), ("1,000,0000", None),
+    ("#### 1.000.000", None), ("7 #### 1.000.000,00", None), ("1.000,50", None), ("1,000.5.5", None),
+    (r"\boxed{1.5, 2.5}", Fraction(3, 2)), ("(1.5,2.5)", Fraction(5, 2)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "answer"), NUMBERS)
+@each(NUMBERS)
 def test_the_number_of_a_text(text, answer):
     assert find_answer(text) == answer
     if answer is not None:
@@ -158,28 +85,10 @@ def test_no_text_breaks_it(text):
     assert find_answer(text, strict=True) in (None, found)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "1",
-        "1 ",
-        "1,",
-        "1,111",
-        "1 /",
-        ".",
-        r"\frac{",
-        "{",
-        "-",
-        r"\boxed{",
-        "1 1/",
-        "1 111",
-        "1.111",
-        "1^",
-        "1^{",
-        "1 111,",
-        "1*1",
-    ],
-)
+@each([
+    "1", "1 ", "1,", "1,111", "1 /", ".", r"\frac{", "{", "-", r"\boxed{", "1 1/", "1 111", "1.111", "1^", "1^{",
+    "1 111,", "1*1",
+])  # fmt: skip
 def test_long_nonsense_is_read_in_time(part):
     started = time.monotonic()
     find_answer(part * (20_000 // len(part)))
@@ -202,7 +111,7 @@ def test_strictly_only_marked_answers_count():
     assert reward(strict, "8 #### 7", answer="a plain 7") == 1  # the reference may be plain
 
 
-@pytest.mark.parametrize("reference", [None, "none", "", float("nan")])
+@each([None, "none", "", float("nan")])
 def test_a_reference_without_a_number_is_an_error(reference):
     with pytest.raises(RewardError, match=r"numeric_answer raised ValueError: column 'answer' .*must hold a number"):
         reward(numeric_answer, "7", answer=reference)
@@ -211,80 +120,50 @@ def test_a_reference_without_a_number_is_an_error(reference):
 # Texts
 
 
-@pytest.mark.parametrize(
-    ("options", "completion", "answer", "right"),
-    [
-        ({}, "Paris", "Paris", 1),
-        ({}, " Paris\n", "Paris", 1),
-        ({}, "Paris", " Paris ", 1),
-        ({}, "paris", "Paris", 0),
-        ({}, "Paris.", "Paris", 0),
-        ({}, "New  York", "New York", 0),
-        ({}, "7", 7, 1),
-        ({}, "", "", 1),
-        ({"ignore_case": True}, "STRASSE", "straße", 1),
-        ({"whitespace": "keep"}, " Paris", "Paris", 0),
-        ({"whitespace": "collapse"}, " New\n York", "New  York", 1),
-        ({}, "NYC", ["New York", "NYC"], 1),
-        ({}, "Boston", ["New York", "NYC"], 0),
-        ({}, "Boston", [], 0),
-        ({"extract": r"<answer>(.*?)</answer>"}, "so <answer> B </answer>", "B", 1),
-        ({"extract": r"<answer>(.*?)</answer>"}, "<answer>A</answer> no, <answer>B</answer>", "B", 1),
-        ({"extract": r"<answer>(.*?)</answer>"}, "B", "B", 0),
-        ({"extract": r"\b[A-D]\b"}, "I say B", "B", 1),
-        ({"extract": r"(A)|B"}, "B", "B", 0),  # the group has matched nothing
-        ({"column": "target"}, "B", "A", 0),
-    ],
-)
+@each([
+    ({}, "Paris", "Paris", 1), ({}, " Paris\n", "Paris", 1), ({}, "Paris", " Paris ", 1), ({}, "paris", "Paris", 0),
+    ({}, "Paris.", "Paris", 0), ({}, "New  York", "New York", 0), ({}, "7", 7, 1), ({}, "", "", 1),
+    ({"ignore_case": True}, "STRASSE", "straße", 1),
+    ({"whitespace": "keep"}, " Paris", "Paris", 0),
+    ({"whitespace": "collapse"}, " New\n York", "New  York", 1),
+    ({}, "NYC", ["New York", "NYC"], 1), ({}, "Boston", ["New York", "NYC"], 0), ({}, "Boston", [], 0),
+    ({"extract": r"<answer>(.*?)</answer>"}, "so <answer> B </answer>", "B", 1),
+    ({"extract": r"<answer>(.*?)</answer>"}, "<answer>A</answer> no, <answer>B</answer>", "B", 1),
+    ({"extract": r"<answer>(.*?)</answer>"}, "B", "B", 0),
+    ({"extract": r"\b[A-D]\b"}, "I say B", "B", 1),
+    ({"extract": r"(A)|B"}, "B", "B", 0),  # the group has matched nothing
+    ({"column": "target"}, "B", "A", 0),
+])  # fmt: skip
 def test_exact_match(options, completion, answer, right):
     assert reward(exact_match(**options), completion, answer=answer, target="C") == right
 
 
-@pytest.mark.parametrize(
-    ("options", "completion", "matches"),
-    [
-        ({"pattern": r"\d+"}, "in 1984", 1),
-        ({"pattern": r"\d+"}, "never", 0),
-        ({"pattern": r"\d+", "full": True}, "in 1984", 0),
-        ({"pattern": r"\d+", "full": True}, "1984", 1),
-        ({"pattern": r"\d+", "full": True}, "1984x", 0),
-        ({"pattern": "<think>.*</think>.+"}, "<think>a\nb</think> c", 0),
-        ({"pattern": "(?s)<think>.*</think>.+", "full": True}, "<think>a\nb</think> c", 1),
-        ({}, "abc", 1),
-        ({"full": True}, "abc", 0),
-        ({"column": "other"}, "abc", 0),
-    ],
-)
+@each([
+    ({"pattern": r"\d+"}, "in 1984", 1), ({"pattern": r"\d+"}, "never", 0),
+    ({"pattern": r"\d+", "full": True}, "in 1984", 0),
+    ({"pattern": r"\d+", "full": True}, "1984", 1),
+    ({"pattern": r"\d+", "full": True}, "1984x", 0),
+    ({"pattern": "<think>.*</think>.+"}, "<think>a\nb</think> c", 0),
+    ({"pattern": "(?s)<think>.*</think>.+", "full": True}, "<think>a\nb</think> c", 1),
+    ({}, "abc", 1), ({"full": True}, "abc", 0), ({"column": "other"}, "abc", 0),
+])  # fmt: skip
 def test_regex(options, completion, matches):
     assert reward(regex(**options), completion, pattern="b", other="^b") == matches
 
 
-@pytest.mark.parametrize(
-    ("pattern", "found"), [(None, "got None; must be a"), (7, "got 7; must be a"), ("(", "got '('; must be a")]
-)
+@each([(None, "got None; must be a"), (7, "got 7; must be a"), ("(", "got '('; must be a")])
 def test_a_row_with_no_regular_expression_is_named(pattern, found):
     with pytest.raises(RewardError) as error:
         call_reward_function(regex(column="own"), ["p", "q"], ["a", "b"], {"own": ["a", pattern]})
     assert f"column 'own', row 2 of the batch: {found} regular expression" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, 4),
-        ({"unit": "characters"}, 18),
-        ({"target": 4}, 1),
-        ({"target": 8}, 0.5),
-        ({"target": 2}, 0),
-        ({"target": 1}, 0),
-        ({"target": 3}, pytest.approx(2 / 3)),
-        ({"minimum": 4}, 1),
-        ({"minimum": 5}, 0),
-        ({"maximum": 4}, 1),
-        ({"maximum": 3}, 0),
-        ({"minimum": 18, "maximum": 18, "unit": "characters"}, 1),
-    ],
-)
+@each([
+    ({}, 4), ({"unit": "characters"}, 18), ({"target": 4}, 1), ({"target": 8}, 0.5), ({"target": 2}, 0),
+    ({"target": 1}, 0), ({"target": 3}, pytest.approx(2 / 3)), ({"minimum": 4}, 1), ({"minimum": 5}, 0),
+    ({"maximum": 4}, 1), ({"maximum": 3}, 0),
+    ({"minimum": 18, "maximum": 18, "unit": "characters"}, 1),
+])  # fmt: skip
 def test_length(options, expected):
     assert reward(length(**options), "two  words\nand two") == expected
 
@@ -299,26 +178,21 @@ def test_nearer_to_the_target_is_never_worse(words, target):
     assert at(nearer) >= at(words)
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        (regex, {"pattern": "("}, r"pattern: got '\('; must be a regular expression: missing"),
-        (regex, {"pattern": "\bword"}, r"pattern: got '\\x08word'; has a backspace; write r'\\b'"),
-        (exact_match, {"extract": "["}, r"extract: got '\['; must be a regular expression"),
-        (exact_match, {"whitespace": "some"}, "whitespace: got 'some'; must be one of 'strip', 'collapse', 'keep'"),
-        (numeric_answer, {"tolerance": -1}, "tolerance: got -1; must be at least 0"),
-        (length, {"target": 3, "minimum": 2}, "target: got 3; must be left out with minimum or maximum"),
-        (length, {"minimum": 3, "maximum": 2}, "maximum: got 2; must be at least 3"),
-    ],
-)
+@each([
+    (regex, {"pattern": "("}, r"pattern: got '\('; must be a regular expression: missing"),
+    (regex, {"pattern": "\bword"}, r"pattern: got '\\x08word'; has a backspace; write r'\\b'"),
+    (exact_match, {"extract": "["}, r"extract: got '\['; must be a regular expression"),
+    (exact_match, {"whitespace": "some"}, "whitespace: got 'some'; must be one of 'strip', 'collapse', 'keep'"),
+    (numeric_answer, {"tolerance": -1}, "tolerance: got -1; must be at least 0"),
+    (length, {"target": 3, "minimum": 2}, "target: got 3; must be left out with minimum or maximum"),
+    (length, {"minimum": 3, "maximum": 2}, "maximum: got 2; must be at least 3"),
+])  # fmt: skip
 def test_options_that_cannot_be(function, options, message):
     with pytest.raises(ConfigError, match=message):
         function(**options)
 
 
-@pytest.mark.parametrize(
-    ("function", "column"), [(exact_match, "answer"), (numeric_answer, "answer"), (regex, "pattern")]
-)
+@each([(exact_match, "answer"), (numeric_answer, "answer"), (regex, "pattern")])
 def test_a_column_that_is_not_there(function, column):
     with pytest.raises(RewardError, match=f"the data has no column '{column}'; it has question, solution"):
         reward(function, "7", question="q", solution="7")
@@ -330,18 +204,10 @@ def test_they_are_called_what_they_are():
     assert list(map(function_name, functions)) == names
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ("", 1),
-        ("a b", 1),
-        ("a b c d", 1),
-        ("a a a a", 1 / 2),
-        ("a b c a b c a b c", 3 / 7),
-        ("A a a", 1),
-        ("a\nb\tc", 1),
-    ],
-)
+@each([
+    ("", 1), ("a b", 1), ("a b c d", 1), ("a a a a", 1 / 2), ("a b c a b c a b c", 3 / 7), ("A a a", 1),
+    ("a\nb\tc", 1),
+])  # fmt: skip
 def test_distinct_is_the_share_of_runs_of_words_that_come_once_or_first(text, share):
     assert reward(distinct, text) == pytest.approx(share)
     assert reward(distinct(n=1), text) == pytest.approx(len(set(text.split())) / max(1, len(text.split())) or 1)
