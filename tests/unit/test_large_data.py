@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import torch
 import xxhash
 from datasets import Dataset, load_from_disk
 from safetensors.torch import load_file
+from tables import each
 from tiny import byte_tokenizer, new_args
 
 from async_rlhf.commands.generate import run_generate
@@ -140,19 +142,17 @@ def test_without_a_last_line_break(tmp_path):
     assert load_rows(str(path))[1] == {"a": 2}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"{", r"data: line 3 of '.*rows.jsonl' is not JSON"),
-        (b'{"a": "\xff"}', r"data: line 3 of '.*rows.jsonl' is not UTF-8"),
-        (b'{"a": 1, "a": 2}', r"data: line 3 of '.*rows.jsonl' cannot be read: the key 'a' is there twice"),
-        (b"[1]", r"data: line 3 of '.*rows.jsonl' is '\[1\]'; must be an object"),
-        ("\ufeff{}".encode(), r"data: line 3 of '.*rows.jsonl' is not JSON: Unexpected UTF-8 BOM"),
-        (b'{"b": 1}', r"data: row 2 of '.*rows.jsonl' has no 'a'; it has 'b'"),
-        (b'{"a": null}', r"data: row 2 of '.*rows.jsonl' has null as 'a'"),
-    ],
-)
-def test_mistakes_are_named_by_line_or_row_and_nothing_is_kept_of_them(tmp_path, line, message):
+@pytest.mark.quick
+@each([
+    (b"{", r"data: line 3 of '.*rows.jsonl' is not JSON"),
+    (b'{"a": "\xff"}', r"data: line 3 of '.*rows.jsonl' is not UTF-8"),
+    (b'{"a": 1, "a": 2}', r"data: line 3 of '.*rows.jsonl' cannot be read: the key 'a' is there twice"),
+    (b"[1]", r"data: line 3 of '.*rows.jsonl' is '\[1\]'; must be an object"),
+    ("\ufeff{}".encode(), r"data: line 3 of '.*rows.jsonl' is not JSON: Unexpected UTF-8 BOM"),
+    (b'{"b": 1}', r"data: row 2 of '.*rows.jsonl' has no 'a'; it has 'b'"),
+    (b'{"a": null}', r"data: row 2 of '.*rows.jsonl' has null as 'a'"),
+])  # fmt: skip
+def test_mistakes_are_named_by_line_or_row_and_nothing_is_kept_of_them(line, message, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n\n' + line + b'\n{"a": 2}\n')
     for _ in range(2):
@@ -223,9 +223,9 @@ WRITTEN = {  # by pandas, of the same size for the same number of letters
 }
 
 
-@pytest.mark.parametrize("place", ["{}.{}", "split/train.{1}", "folder/{}-00000-of-00001.{}"])
-@pytest.mark.parametrize("kind", WRITTEN)
-def test_a_file_of_another_format_that_is_changed_in_its_place_is_read_again(tmp_path, tokenizer, kind, place):
+@pytest.mark.quick
+@each(itertools.product(["{}.{}", "split/train.{1}", "folder/{}-00000-of-00001.{}"], WRITTEN))
+def test_a_file_of_another_format_that_is_changed_in_its_place_is_read_again(place, kind, tmp_path, tokenizer):
     """Also with the same size and its old date."""
     path = tmp_path / place.format("train", kind)
     path.parent.mkdir(exist_ok=True)
@@ -549,8 +549,9 @@ def old_sides(rows, fraction, field):
     ]
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 0.01, 0.3, 0.5, 0.97, 1 - 1e-9, math.nextafter(1, 0)])
-def test_what_is_held_out_has_not_changed(tmp_path, fraction):
+@pytest.mark.quick
+@each([1e-9, 0.01, 0.3, 0.5, 0.97, 1 - 1e-9, math.nextafter(1, 0)])
+def test_what_is_held_out_has_not_changed(fraction, tmp_path):
     expected = old_sides(ROWS, fraction, "query")
     path = written(tmp_path / "rows.jsonl", ROWS)
     for rows in (ROWS, load_rows(path), load_rows(path)):
@@ -639,8 +640,7 @@ def test_ratings_of_a_file_are_checked_and_kept(tmp_path, lines_read):
             read_ratings(bad, "score", "train")
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("count", "size"), [(1, 3), (999, 4), (1000, 4), (451, 3)])
+@each([(*one, seed) for one in [(1, 3), (999, 4), (1000, 4), (451, 3)] for seed in range(4)])
 def test_batches_of_similar_length_are_those_of_before(count, size, seed):
     draw = random.Random(seed)
     lengths = [draw.randint(1, 9) for _ in range(count)]

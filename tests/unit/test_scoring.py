@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import math
 import random
 import signal
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from tables import each
 from tiny import LLAMA_SIZES, call_reward_function, rare
 
 from async_rlhf import OnlineDPOConfig
@@ -80,9 +82,8 @@ def rows_with_special_tokens() -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama", "mistral_sliding"])
-@pytest.mark.parametrize("pad", [PAD, EOS])
-def test_reward_scores_are_those_of_each_row_alone(make_reward_model, kind, pad):
+@each(itertools.product(["gpt_neox", "gpt2", "llama", "mistral_sliding"], [PAD, EOS]))
+def test_reward_scores_are_those_of_each_row_alone(kind, pad, make_reward_model):
     model, rows = make_scoring_model(kind, make_reward_model, pad), rows_with_special_tokens()
     expected = slow_scores(model, rows)
     assert max(expected) - min(expected) > 0.1
@@ -185,8 +186,8 @@ def test_scores_are_the_sum_of_model_and_functions(tokenizer, make_reward_model)
     assert scores(tokenizer, batch, model, [level_reward, length_reward]) == pytest.approx(three, abs=1e-4)
 
 
-@pytest.mark.parametrize("pad", [PAD, EOS])
-def test_the_reward_model_reads_the_stop_token(tokenizer, make_reward_model, pad):
+@each([PAD, EOS])
+def test_the_reward_model_reads_the_stop_token(pad, tokenizer, make_reward_model):
     """With pad = eos a model that looks for padding would read the score one token early."""
     batch, model = make_batch(tokenizer), make_reward_model(pad_token_id=pad)
     by_model = slow_scores(model, whole_rows(batch))
@@ -195,8 +196,8 @@ def test_the_reward_model_reads_the_stop_token(tokenizer, make_reward_model, pad
     assert scores(tokenizer, batch, model) == pytest.approx(by_model, abs=1e-4)
 
 
-@pytest.mark.parametrize("penalty", [-1.0, 3.5])
-def test_the_penalty_replaces_the_score_of_what_did_not_end(tokenizer, make_reward_model, penalty):
+@each([-1.0, 3.5])
+def test_the_penalty_replaces_the_score_of_what_did_not_end(penalty, tokenizer, make_reward_model):
     batch, model = make_batch(tokenizer), make_reward_model()
     by_model = slow_scores(model, whole_rows(batch))
     options = {"non_eos_penalty": True, "penalty_reward_value": penalty}
@@ -314,11 +315,10 @@ def test_weights_multiply_the_model_and_the_functions_but_not_their_metrics(toke
     assert scored.metrics["reward/level_reward"] == pytest.approx(sum(LEVELS) / 6)
 
 
-@pytest.mark.parametrize(
-    ("weights", "functions"),
-    [([1.0], []), ([1.0], [length_reward, level_reward]), ([1.0, 2.0], [length_reward]), ([0.0] * 3, [length_reward])],
+@each(
+    [([1.0], []), ([1.0], [length_reward, level_reward]), ([1.0, 2.0], [length_reward]), ([0.0] * 3, [length_reward])]
 )
-def test_the_number_of_weights_is_checked_before_anything_runs(tokenizer, make_reward_model, weights, functions):
+def test_the_number_of_weights_is_checked_before_anything_runs(weights, functions, tokenizer, make_reward_model):
     with pytest.raises(ConfigError) as error:
         Scorer(tokenizer, config(reward_weights=weights), make_reward_model(), functions)
     assert str(error.value).startswith(f"reward_weights: got {weights}; must be empty")
@@ -422,9 +422,8 @@ FAILS_AS_A_WHOLE = (
 BROKEN = (*FAILS_AS_A_WHOLE, gives_nan, gives_infinity)
 
 
-@pytest.mark.parametrize("function", BROKEN)
-@pytest.mark.parametrize("penalty", [False, True])
-def test_a_broken_reward_function_is_named(tokenizer, function, penalty):
+@each(itertools.product(BROKEN, [False, True]))
+def test_a_broken_reward_function_is_named(function, penalty, tokenizer):
     scorer = Scorer(tokenizer, config(non_eos_penalty=penalty), None, [length_reward, function])
     with pytest.raises(RewardError, match=function.__name__) as error:
         scorer(make_batch(tokenizer))
@@ -455,7 +454,7 @@ def test_what_is_no_sequence_is_said(tokenizer, function, limit):
     assert str(error.value).endswith("must be a list, an array or a tensor of 6 numbers, one for each completion")
 
 
-@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, deque])
+@each([tuple, np.array, torch.tensor, deque])
 def test_sequences_of_every_kind_are_rewards(kind):
     assert call_reward_function(lambda **_: kind([0.5, 2.0]), ["p"] * 2, ["c"] * 2, {}) == [0.5, 2.0]
 
@@ -474,8 +473,8 @@ BAD_VALUES = (
 )
 
 
-@pytest.mark.parametrize("value", BAD_VALUES, ids=lambda value: type(value).__name__)
-def test_a_bad_value_is_an_error_or_leaves_out_its_completion(tokenizer, caplog, value):
+@each(BAD_VALUES)
+def test_a_bad_value_is_an_error_or_leaves_out_its_completion(value, tokenizer, caplog):
     def my_reward(prompts, completions, **columns):
         bad = {"x = 1; é": value, "pass": "the last"}
         return [bad.get(text, float(len(text))) for text in completions]
@@ -502,9 +501,8 @@ def test_a_bad_value_is_an_error_or_leaves_out_its_completion(tokenizer, caplog,
     assert record.getMessage() == f"2 of 6 completions have no reward: {error.value}"
 
 
-@pytest.mark.parametrize("with_model", [False, True])
-@pytest.mark.parametrize("reward_errors", ["error", "skip"])
-def test_none_leaves_the_reward_to_the_others(tokenizer, make_reward_model, caplog, with_model, reward_errors):
+@each(itertools.product([False, True], ["error", "skip"]))
+def test_none_leaves_the_reward_to_the_others(with_model, reward_errors, tokenizer, make_reward_model, caplog):
     """Against a loop that adds up what applies to each completion, times its weight; NaN stays a failure."""
     batch, model = make_batch(tokenizer), make_reward_model() if with_model else None
     by_model = slow_scores(model, whole_rows(batch)) if with_model else [0.0] * 6
@@ -560,8 +558,8 @@ def judged(rewards: list[float | None]) -> list[float]:
     return judge(["p"], [{}], ["abc"], [True])
 
 
-@pytest.mark.parametrize("value", [True, 3, np.float32(0.5), np.int64(2), torch.tensor(1.5), torch.tensor([2.5])])
-def test_whatever_is_a_number_is_a_reward(tokenizer, value):
+@each([True, 3, np.float32(0.5), np.int64(2), torch.tensor(1.5), torch.tensor([2.5])])
+def test_whatever_is_a_number_is_a_reward(value, tokenizer):
     def my_reward(prompts, completions, **columns):
         return [value] * len(completions)
 
@@ -573,8 +571,8 @@ def test_only_the_sum_has_to_fit_into_float32(tokenizer):
     assert scores(tokenizer, make_batch(tokenizer), None, [named("a", 3e40), named("b", 1e40)], **changes) == [2.0] * 6
 
 
-@pytest.mark.parametrize("function", FAILS_AS_A_WHOLE)
-def test_a_failed_call_leaves_out_the_batch(tokenizer, caplog, function):
+@each(FAILS_AS_A_WHOLE)
+def test_a_failed_call_leaves_out_the_batch(function, tokenizer, caplog):
     scored = Scorer(tokenizer, config(reward_errors="skip"), None, [length_reward, function])(make_batch(tokenizer))
     assert scored.scores_PK.isnan().all()
     assert scored.metrics["reward/skipped"] == 6
@@ -595,8 +593,8 @@ def test_each_failing_function_is_warned_about_once(tokenizer, caplog):
         assert [text.split()[2] for _, text in found] == ["gives_infinity", "gives_nan", "raises"]
 
 
-@pytest.mark.parametrize("function", [raises, gives_nan])
-def test_the_penalty_is_a_valid_score_whatever_the_function_returned(tokenizer, function):
+@each([raises, gives_nan])
+def test_the_penalty_is_a_valid_score_whatever_the_function_returned(function, tokenizer):
     changes = {"reward_errors": "skip", "non_eos_penalty": True, "penalty_reward_value": -7.0}
     scored = Scorer(tokenizer, config(**changes), None, [function])(make_batch(tokenizer))
     ended = 1.0 if function is gives_nan else math.nan
@@ -647,8 +645,8 @@ def test_a_sum_too_large_for_float32_follows_the_same_policy(tokenizer, caplog):
     assert record.getMessage().startswith("1 of 6 completions have no reward: the reward of completion 'abc'")
 
 
-@pytest.mark.parametrize("reward_errors", ["error", "skip"])
-def test_an_interrupt_is_no_failure_of_a_function(tokenizer, reward_errors):
+@each(["error", "skip"])
+def test_an_interrupt_is_no_failure_of_a_function(reward_errors, tokenizer):
     async def interrupts(prompts, completions, **columns):
         raise KeyboardInterrupt("stop")
 
@@ -981,8 +979,8 @@ def test_the_judge_takes_async_functions(tmp_path):
 # The scorer and the reward model
 
 
-@pytest.mark.parametrize("annotate_batch_size", [1, 2, 4, 5])
-def test_scores_do_not_depend_on_annotate_batch_size(tokenizer, make_reward_model, annotate_batch_size):
+@each([1, 2, 4, 5])
+def test_scores_do_not_depend_on_annotate_batch_size(annotate_batch_size, tokenizer, make_reward_model):
     batch, model = make_batch(tokenizer), make_reward_model()
     whole = scores(tokenizer, batch, model, [length_reward, level_reward], annotate_batch_size=64)
     parts = scores(tokenizer, batch, model, [length_reward, level_reward], annotate_batch_size=annotate_batch_size)
@@ -1012,7 +1010,7 @@ class Rolls:
         return [draw[i % 3]() if self.only in text else float(len(text)) for i, text in enumerate(completions)]
 
 
-@pytest.mark.parametrize("only", ["", "3", "nothing has this"])
+@each(["", "3", "nothing has this"])
 def test_what_is_drawn_for_a_completion_depends_on_no_share(only):
     """As many workers as there may be, of which one is restarted."""
     prompts = [f"p{i}" for i in range(12) for _ in range(2)]
