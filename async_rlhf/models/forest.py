@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
@@ -131,43 +130,38 @@ class Call(NamedTuple):
         return Call(self.length + other.length, tuple(outside), self.branches + other.branches)
 
 
-@dataclass(eq=False)
 class Forest:
     """Which tokens of a sequence each of them attends to.
 
     Compiled code looks at no attribute of such an object that it does not use. Of a tuple it would look at all, and the
-    branches are as many as there are texts: there would be a graph for each number of them.
+    branches are as many as there are texts: there would be a graph for each number of them. A dataclass would be taken
+    apart by what shards models.
+
+    Args:
+        branches: of the whole sequence.
+        device: where the model computes.
+        context: the ranks that share the sequence.
     """
 
-    branches: list[Branch]
-    device: torch.device
-    context: ContextGroup = WHOLE
-    """The ranks that share the sequence; its branches are of all of it."""
-    longest: int = field(init=False)
-    """Tokens of a branch."""
-    starts: Tensor = field(init=False)
-    """Where each branch begins, and where the last one ends: int32, on the device."""
-    keys: Tensor | None = field(init=False)
-    """The tokens that each branch attends to, branch by branch; None if each attends to itself alone."""
-    key_starts: Tensor = field(init=False)
-    """Where these begin for each branch."""
-    longest_keys: int = field(init=False)
-    _masks: dict[object, Tensor | None] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, branches: list[Branch], device: torch.device, context: ContextGroup = WHOLE) -> None:
         def bounds(lengths: Iterable[int]) -> Tensor:
             numbers = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            return numbers.to(self.device, non_blocking=True)
+            return numbers.to(device, non_blocking=True)
 
-        keys = [branch.length + branch.position for branch in self.branches]
-        self.longest = max(branch.length for branch in self.branches)
+        self.branches, self.device, self.context = branches, device, context
+        keys = [branch.length + branch.position for branch in branches]
+        self.longest = max(branch.length for branch in branches)
+        """Tokens of a branch."""
         self.longest_keys = max(keys)
-        self.starts = self.key_starts = bounds(branch.length for branch in self.branches)
-        self.keys = None
-        if any(branch.before for branch in self.branches):
-            ranges = [r for b in self.branches for r in (*b.before, (b.start, b.start + b.length))]
+        self.starts = self.key_starts = bounds(branch.length for branch in branches)
+        """Where each branch begins, and where the last one ends: int32, on the device; and where its keys begin."""
+        self.keys: Tensor | None = None
+        """The tokens that each branch attends to, branch by branch; None if each attends to itself alone."""
+        self._masks: dict[object, Tensor | None] = {}
+        if any(branch.before for branch in branches):
+            ranges = [r for b in branches for r in (*b.before, (b.start, b.start + b.length))]
             places = torch.from_numpy(np.concatenate([np.arange(*r) for r in ranges]))
-            self.keys, self.key_starts = places.to(self.device, non_blocking=True), bounds(keys)
+            self.keys, self.key_starts = places.to(device, non_blocking=True), bounds(keys)
 
     def with_text(self, length: int) -> Forest:
         """The same, followed by a text of so many tokens."""
@@ -177,7 +171,12 @@ class Forest:
 
     def shared_by(self, context: ContextGroup) -> Forest:
         """The same for other ranks."""
-        return replace(self, context=context)
+        return Forest(self.branches, self.device, context)
+
+    @cached_property
+    def whole(self) -> Forest:
+        """The same for a rank that has all of it."""
+        return self.shared_by(WHOLE)
 
     @cached_property
     def calls(self) -> list[Call]:

@@ -484,7 +484,7 @@ def _exchanged(module: nn.Module, heads: _Heads, forest: Forest, **options: Any)
     """Attention (B, T / C, H, D) of this rank's part of the sequence: that of its part of the heads, exchanged."""
     context, (query, key, value) = forest.context, heads
     query, key, value = map(context.exchanged, (query, context.repeated(key), context.repeated(value)))
-    out = _attention(module, query, key, value, None, forest.shared_by(WHOLE), **options)[0]
+    out = _attention(module, query, key, value, None, forest.whole, **options)[0]
     return context.exchanged(out)
 
 
