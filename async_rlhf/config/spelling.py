@@ -25,6 +25,9 @@ _ELSEWHERE = {
 }
 """What other trainers, or earlier versions, call a key, and our name for it."""
 
+DROPPED: dict[str, str] = {}
+"""Keys of earlier versions, by their last part, and what to do instead."""
+
 
 def check_words(words: Sequence[str], options: Collection[str], known: Mapping[str, Any], command: str) -> None:
     """Require every ``--key`` on the command line to exist.
@@ -53,7 +56,12 @@ def _exists(key: str, known: Mapping[str, Any]) -> bool:
 
 
 def meant(key: str, known: Collection[str], dashes: str) -> str:
-    """The end of an error: which key may be meant, with what stands before it; nothing if none is like it."""
+    """The end of an error: what to do instead of a key of earlier versions; or which key may be meant, with what stands
+    before it; nothing if none is like it.
+    """
+    last = key.rpartition(".")[2].replace("-", "_")
+    if last in DROPPED:
+        return f"; it was dropped in 0.1.0: {DROPPED[last]}"
     found = nearest(key, known)
     return "" if found is None else f"; did you mean {dashes}{found}?"
 
