@@ -40,10 +40,8 @@ def test_a_learner_knows_and_does_what_one_rank_does(found):
 
 
 def test_a_reward_model_scores_as_on_one_rank_of_which_each_computes_a_part(found):
-    """By halves, by quarters of a forest, and whole rows of a model that cannot share them. The shorter row of each pass
-    is the beginning of the longer one.
-    """
+    """By halves, by quarters of a forest, and whole rows of a model that cannot share them."""
     assert max(off for off, _ in found["scores"].values()) <= ROUNDING
-    padded, forest = 2 * 36, 36
+    padded, forest = 2 * 36, 36  # the shorter row of each pass is the beginning of the longer one
     tokens = {case: most for case, (_, most) in found["scores"].items()}
     assert tokens == {"ddp, 2, 4": padded / 2, "fsdp, 4, 4": forest / 4, "ddp, 4, 2": padded}

@@ -14,7 +14,7 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models import packing
 from async_rlhf.models.budget import PassMemory, fitting_tokens
 from async_rlhf.models.forward import response_logprobs
-from async_rlhf.models.packing import choose
+from async_rlhf.models.packing import choose, shares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS_B = torch.tensor([60, 7, 33, 3])
@@ -32,6 +32,7 @@ def test_pytorchs_kernel_for_packed_rows_gives_what_padded_rows_give(kind, monke
     torch.manual_seed(0)
     model = {"gpt_neox": GPTNeoXForCausalLM, "mistral": MistralForCausalLM}[kind](configuration(kind)).cuda()
     tokens_BT = torch.randint(0, 258, (4, 60), device="cuda")
+    tokens_BT[2, :20] = tokens_BT[0, :20]  # which is computed once
     places_T = torch.arange(60)
     mask_BT = ((places_T >= 2) & (places_T < LENGTHS_B[:, None])).float()
     calls: list[tuple[int, int]] = []
@@ -45,6 +46,7 @@ def test_pytorchs_kernel_for_packed_rows_gives_what_padded_rows_give(kind, monke
     found = []
     for wanted in (False, True):
         choose(wanted, False, {"policy": model}, True)
+        assert shares(model) is wanted
         calls.clear()
         with torch.autocast("cuda", torch.bfloat16):
             logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -158,6 +160,30 @@ def test_shared_tokens_give_the_numbers_and_gradients_of_rows_alone(kind, values
     mine, alone = (difference(computed(kind, torch.float32, sharing, values), right) for sharing in (True, False))
     assert mine[0] < max(1e-6, 2 * alone[0])
     assert mine[1] < max(1e-6, 2 * alone[1])
+
+
+def kernel(query, key, value, starts, key_starts, longest, longest_keys, *, scale, window_size, enable_gqa):
+    """PyTorch's for packed rows, in loops: the last query of each is at its last key."""
+    found = []
+    for bounds, of_keys in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
+        q, (k, v) = query[slice(*bounds)].transpose(0, 1), (x[slice(*of_keys)].transpose(0, 1) for x in (key, value))
+        assert q.shape[1] <= longest
+        assert k.shape[1] <= longest_keys
+        behind = torch.arange(k.shape[1])[-q.shape[1] :, None] - torch.arange(k.shape[1])
+        mask = (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+        each = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
+        found.append(each.transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral"])
+def test_the_kernel_gets_the_keys_of_each_beginning(kind, monkeypatch):
+    """Emulated; also with a window."""
+    right = in_float64(monkeypatch, kind, False)
+    monkeypatch.setattr(packing, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    monkeypatch.setattr(packing, "_in_calls", None)
+    assert max(difference(in_float64(monkeypatch, kind, True), right)) < 1e-12
 
 
 def test_end_values_of_a_head_and_of_a_model():
