@@ -48,7 +48,7 @@ WARM_UP = 2  # batches
 CASES: dict[str, dict[str, int]] = {
     "docstrings": {"completions": 128, "response": 32, "batches": 8},
     "ragged": {"completions": 32, "response": 256, "batches": 5},
-    "tldr": {"completions": 32, "response": 128, "batches": 5},
+    "tldr": {"completions": 32, "response": 128, "batches": 5, "prompt": 512},
     "sums": {"completions": 64, "response": 12, "batches": 5, "samples": 8},
     "tiny": {"completions": 8, "response": 8, "batches": 4},
 }
@@ -236,7 +236,7 @@ def run_ours(folder: Path, case: str, algorithm: str, staleness: int, threads: i
         "batches": sizes["batches"],
         "staleness": staleness,
         "learning_rate": RATE,
-        "max_prompt_length": 640,
+        "max_prompt_length": sizes.get("prompt", 128),
         "max_tokens_per_pass": "auto",
         "annotate_max_tokens": "auto",
         "non_eos_penalty": False,
