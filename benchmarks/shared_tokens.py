@@ -14,6 +14,10 @@ within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `ll
     ratio     processor time of packed rows / of the forest: the median over rounds, the smallest and the largest
     part      ratio / bound
     memory    bytes kept for the backward pass, packed rows / forest
+
+Then answers of that many tokens are sampled by the engine on transformers:
+
+    seconds   of the processor with a prompt's keys and values repeated for its K rows, and shared by them; the median
 """
 
 from __future__ import annotations
@@ -30,8 +34,12 @@ from smallest import parse
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from async_rlhf.generation import decode_cache
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.packing import choose
+from async_rlhf.types import Prompt
 
 SHAPES = {
     "docstrings2": (17, 19, 2, 64),
@@ -124,8 +132,8 @@ def measure(kind: str, shape: str, rounds: int) -> dict[str, Any]:
     return {
         "model": kind,
         "shape": shape,
-        "tokens": counts[False][0],
-        "forest": counts[True][0],
+        "tokens": int(counts[False][0]),
+        "forest": int(counts[True][0]),
         "fewer": fewer,
         "bound": bound,
         "ratio": ratio,
@@ -134,6 +142,39 @@ def measure(kind: str, shape: str, rounds: int) -> dict[str, Any]:
         "part": ratio / bound,
         "memory": memory,
     }
+
+
+def sample(kind: str, shape: str, rounds: int) -> dict[str, Any]:
+    """Seconds of sampling, with keys and values repeated and shared."""
+    prompt, answer, samples, prompts = SHAPES[shape]
+    tokens_BT, _ = rows_of(*SHAPES[shape])
+    given = [Prompt(n, n, tuple(row[:prompt])) for n, row in enumerate(tokens_BT[::samples].tolist())]
+    # No token ends an answer.
+    params = SamplingParams(samples, 1.0, answer, (-1,), 0, batch_size=samples * prompts)
+    engine, seconds = TransformersEngine(model_of(kind).eval(), params), dict[bool, list[float]]()
+    for turn in range(rounds + 1):
+        for shared in (False, True):
+            decode_cache.SHARED = 1 if shared else 10**9
+            started = time.process_time()
+            engine.generate(given)
+            if turn:
+                seconds.setdefault(shared, []).append(time.process_time() - started)
+    ratios = [repeated / once for repeated, once in zip(*seconds.values(), strict=True)]
+    repeated, once = map(statistics.median, seconds.values())
+    found = {"repeated": repeated, "shared": once, "ratio": statistics.median(ratios)}
+    return {"model": kind, "shape": shape, **found, "smallest": min(ratios), "largest": max(ratios)}
+
+
+def table(name: str, columns: list[str], options: argparse.Namespace, measured: Callable[..., Any]) -> list[Any]:
+    """Print a row for each model and shape."""
+    print(f"{name:<20}" + "".join(f"{column:>10}" for column in columns))
+    rows = []
+    for kind in options.models:
+        for shape in options.shapes:
+            rows.append(row := measured(kind, shape, options.rounds))
+            numbers = (row[column] if isinstance(row[column], int) else f"{row[column]:.2f}" for column in columns)
+            print(f"{kind:<7}{shape:<13}" + "".join(f"{number:>10}" for number in numbers), flush=True)
+    return rows
 
 
 def main() -> None:
@@ -145,17 +186,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=("neox", "llama"), default=["neox", "llama"])
     options = parse(parser, rounds=1, shapes=["tiny"], models=["neox"])
     torch.set_num_threads(1)
-    columns = ["fewer", "bound", "ratio", "smallest", "largest", "part", "memory"]
-    print(f"{'model':<7}{'shape':<12}{'tokens':>8}{'forest':>8}" + "".join(f"{name:>10}" for name in columns))
-    rows = []
-    for kind in options.models:
-        for shape in options.shapes:
-            row = measure(kind, shape, options.rounds)
-            rows.append(row)
-            numbers = "".join(f"{row[name]:>10.2f}" for name in columns)
-            print(f"{kind:<7}{shape:<12}{row['tokens']:>8}{row['forest']:>8}{numbers}", flush=True)
+    columns = ["tokens", "forest", "fewer", "bound", "ratio", "smallest", "largest", "part", "memory"]
+    rows = table("training", columns, options, measure)
+    sampled = table("sampling", ["repeated", "shared", "ratio", "smallest", "largest"], options, sample)
     if options.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"rows": rows, "sampling": sampled}))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,8 @@ class TransformersEngine:
         self._computes_anew: bool | None = not takes_cache or (False if self.adds_rows else None)
         """Whether no cache can be used; None if that has not been tried yet."""
         self._told = False
+        self._can_share: bool | None = None
+        """Whether the model can read keys and values that rows share; None if that has not been tried yet."""
         self.routes: list[Tensor] = []
         """Where the tokens that were computed last were sent, if ``params`` ask for it: of each row (T, L, E), padding
         left out."""
@@ -165,9 +167,10 @@ class TransformersEngine:
             yield from decoding.run(more)
 
     def prefill(
-        self, rows: Sequence[Sequence[int]], samples: int, pasts: Sequence[Past | None] = ()
+        self, rows: Sequence[Sequence[int]], samples: int, pasts: Sequence[Past | None] = (), shared: bool = False
     ) -> tuple[Tensor, DynamicCache]:
-        """Run each row of tokens once, padded on the left, and repeat its state for its samples.
+        """Run each row of tokens once, padded on the left, and repeat its state for its samples; if it is shared, they
+        go on from the same keys and values.
 
         All rows of a pass run as many tokens: the fewest of which every one has a past for the rest.
 
@@ -207,7 +210,34 @@ class TransformersEngine:
         self.routes = routes
         for past in known:
             past.layers = []
-        return torch.cat(logits).repeat_interleave(samples, dim=0), decode_cache.join(caches, len(rows), samples)
+        cache = decode_cache.join(caches, len(rows), samples, lengths if shared else None)
+        return torch.cat(logits).repeat_interleave(samples, dim=0), cache
+
+    def shares(self, lengths: Sequence[int], samples: int) -> bool:
+        """Whether the samples of prompts of these lengths share a prompt's keys and values: where that is faster."""
+        long = samples > 1 and sum(lengths) >= decode_cache.SHARED * len(lengths)
+        if not long or not self.adds_rows or self.device.type != "cpu":
+            return False
+        if self._can_share is None:
+            self._can_share = self._sharing_is_right()
+        return self._can_share
+
+    def _sharing_is_right(self) -> bool:
+        """Whether a token after a prompt, which rows share or not, has the same logits."""
+        params, self.params = self.params, replace(self.params, routes=None)
+        tokens_B, lengths_B, found = torch.tensor([3, 4, 5, 6], device=self.device), torch.tensor([4, 4, 3, 3]), []
+        lengths_B = lengths_B.to(self.device)
+        try:
+            for shared in (False, True):
+                _, cache = self.prefill([(1, 2, 3), (4, 5)], 2, shared=shared)
+                found.append(self.step(tokens_B, lengths_B, 1 if shared else 4, cache).float())
+        except Exception as error:  # of any kind: the code is not ours, and prompts can be repeated
+            logger.info("samples do not share their prompt's keys and values: %s", error)
+            return False
+        finally:
+            self.params = params
+        exact = self.autocast is None and self.model.dtype == torch.float32
+        return bool((found[0] - found[1]).abs().max() <= (1e-4 if exact else 0.05) * found[0].abs().max())
 
     def _cache_is_right(self) -> bool:
         """Whether two rows, one of them padded, have the logits with transformers' cache that they have without."""
@@ -233,15 +263,18 @@ class TransformersEngine:
         Args:
             tokens_B: these tokens.
             lengths_B: tokens of each row with this one, in the last columns.
-            columns: of the cache, with the one that it gets now.
+            columns: of the cache, with the one that it gets now, without what rows share.
             cache: of the tokens before.
         """
-        from_end_T = torch.arange(columns, 0, -1, device=tokens_B.device)
-        mask_BT = (from_end_T <= lengths_B[:, None]).long()
-        return self._forward(tokens_B[:, None], mask_BT, lengths_B[:, None] - 1, cache)
+        from_end_T, own_B = torch.arange(columns, 0, -1, device=tokens_B.device), lengths_B
+        options: dict[str, Any] = {}
+        if (shared := decode_cache.prefixes_of(cache)) is not None:
+            own_B, options = lengths_B - shared.lengths_B, {"prefixes": shared}
+        mask_BT = (from_end_T <= own_B[:, None]).long()
+        return self._forward(tokens_B[:, None], mask_BT, lengths_B[:, None] - 1, cache, **options)
 
     def _forward(
-        self, tokens_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: DynamicCache, **options: int
+        self, tokens_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor, cache: DynamicCache, **options: Any
     ) -> Tensor:
         """Logits (B, V) after the last of the given tokens, which are added to the cache."""
         if isinstance(cache, decode_cache.TokenCache):
@@ -285,7 +318,7 @@ class _Rows:
     tokens_B: Tensor
     """Drawn last; not yet in the cache."""
     columns: int
-    """Of the cache: tokens of its longest row, and padding on the left of the others."""
+    """Of the cache: tokens of its longest row, and padding on the left of the others; without what rows share."""
     cache: DynamicCache
     version: int | None
     """Of the weights that computed the cache; None if they were several."""
@@ -411,12 +444,16 @@ class Decoding:
         rows = [prompt.tokens for prompt in prompts]
         alike = _repeats(rows) if isinstance(prompts[0], Turn) else 1
         pasts = [prompt.past for prompt in prompts if isinstance(prompt, Turn)]
-        logits_BV, cache = self.engine.prefill(rows[::alike], samples * alike, pasts[::alike])
+        shared = self.engine.shares(lengths[::alike], samples * alike)
+        if self._rows is not None:  # those that are under way decide
+            shared = decode_cache.prefixes_of(self._rows.cache) is not None
+        logits_BV, cache = self.engine.prefill(rows[::alike], samples * alike, pasts[::alike], shared)
         if self.params.routes is not None:
             repeated = [routes_TLE for routes_TLE in self.engine.routes for _ in range(samples * alike)]
             self._prompt_routes |= dict(zip(places, repeated, strict=True))
         none_B = torch.zeros_like(places_B)
-        begun = _Rows(places, places_B, none_B, lengths_B, none_B, max(lengths), cache, self.engine.version)
+        columns = 0 if shared else max(lengths)
+        begun = _Rows(places, places_B, none_B, lengths_B, none_B, columns, cache, self.engine.version)
         self._draw(begun, logits_BV)
         return begun
 
@@ -451,7 +488,9 @@ class Decoding:
             logits_BV, rows.cache = engine.prefill(so_far, 1)
             return logits_BV
         if self.refilled:
-            longest = max(self._length(place) for place in rows.places) - 1  # the last one is not in the cache
+            shared = decode_cache.prefixes_of(rows.cache) is not None
+            tokens = (self._steps_R[place] if shared else self._length(place) for place in rows.places)
+            longest = int(max(tokens)) - 1  # the last one is not in the cache
             if rows.columns - longest >= _SPARE:
                 decode_cache.forget_left(rows.cache, longest)
                 rows.columns = longest

@@ -453,10 +453,16 @@ def _attention(
     value_BHTD: Tensor,
     attention_mask: Tensor | None,
     forest: Forest | None = None,
+    prefixes: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention by PyTorch, and the same for packed rows and for those that ranks share."""
+    """transformers' attention by PyTorch; the same for packed rows, for those that ranks share, and for a token of rows
+    that go on from shared keys and values (generation/decode_cache.py).
+    """
     heads = query_BHTD, key_BHTD, value_BHTD
+    if prefixes is not None:
+        scale = options.get("scaling") or query_BHTD.shape[-1] ** -0.5
+        return prefixes.attend(module.layer_idx, *heads, attention_mask, scale), None
     if forest is None:
         return sdpa_attention_forward(module, *heads, attention_mask, **options)
     window = options.pop("sliding_window", None) or None  # some models say 0 for none

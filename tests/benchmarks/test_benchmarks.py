@@ -143,8 +143,22 @@ def test_learner(run):
 
 def test_shared_tokens(run):
     """What a count says does not depend on the machine: 2 prompts of 8 tokens, with 2 answers each."""
-    titles = ["model", "shape", "tokens", "forest", "fewer", "bound", "ratio", "smallest", "largest", "part", "memory"]
-    (row,) = columns(run("shared_tokens.py"), 0, titles)
+    text, sampled = run("shared_tokens.py").split("sampling")
+    titles = [
+        "training",
+        "shape",
+        "tokens",
+        "forest",
+        "fewer",
+        "bound",
+        "ratio",
+        "smallest",
+        "largest",
+        "part",
+        "memory",
+    ]
+    (row,) = columns(text.replace("training", "training shape"), 0, titles)
+    assert "neox" in sampled
     assert int(row["tokens"]) - int(row["forest"]) == 2 * 8
     assert 1 < float(row["bound"]) < float(row["fewer"])
     assert float(row["memory"]) > 1

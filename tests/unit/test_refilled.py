@@ -13,11 +13,19 @@ import test_engine
 import torch
 from tiny import all_drawn
 
-from async_rlhf.generation import transformers_engine
+from async_rlhf.generation import decode_cache, transformers_engine
 from async_rlhf.generation.decode_cache import RoomyLayer
 from async_rlhf.generation.protocol import Occupancy
 from async_rlhf.generation.sampling import row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.types import Turn
+
+
+@pytest.fixture(params=[False, True], ids=["repeated", "shared"], autouse=True)
+def shared(request, monkeypatch):
+    """Whether the rows of a prompt share its keys and values, however short it is."""
+    monkeypatch.setattr(decode_cache, "SHARED", 1 if request.param else 10**9)
+    return request.param
 
 
 def streamed(engine, prompts, offered=lambda free: free):
@@ -45,6 +53,39 @@ def test_samples_are_those_of_the_loop_without_cache(make_policy, kind, batch_si
         assert {version for sample in our for version in sample.versions} == {4}
         for sample, (_, logprobs, _) in zip(our, their, strict=True):
             assert sample.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "llama", "mixtral"])
+def test_rows_share_the_keys_and_values_of_their_prompt(make_policy, kind, shared, monkeypatch):
+    """As long as they are there, whatever order rows leave in; and turns go on from them."""
+    prompts, sampling = test_engine.ragged_prompts(9), test_engine.params(batch_size=9)
+    seen, of_rows = list[int](), decode_cache.Prefixes.of_rows
+    monkeypatch.setattr(decode_cache.Prefixes, "of_rows", lambda *given: seen.append(1) or of_rows(*given))
+    engine = TransformersEngine(test_engine.make_model(kind, make_policy), sampling)
+    engine.generate(prompts)
+    assert bool(seen) == shared
+    turns = [Turn(p.draw, p.row, p.tokens, limit=10) for p in prompts[:3]]
+    again = []
+    for turn, answers in zip(turns, engine.generate(turns), strict=True):
+        for number, answer in enumerate(answers):
+            tokens, more = (*answer.tokens.tolist(), 3, 4), {"offset": len(answer.drawn), "past": answer.past}
+            again.append(replace(turn, tokens=tokens, sample=number, **more))
+    alone = replace(sampling, samples_per_prompt=1)
+    found = TransformersEngine(engine.model, alone).generate(again)
+    right = TransformersEngine(engine.model, alone).generate([replace(turn, past=None) for turn in again])
+    test_engine.assert_same_completions(all_drawn(found), all_drawn(right))
+
+
+def test_a_model_that_cannot_read_shared_keys_repeats_them(make_policy, shared, monkeypatch, caplog):
+    def attend(*_):
+        raise TypeError("there are no keys")
+
+    monkeypatch.setattr(decode_cache.Prefixes, "attend", attend)
+    prompts, sampling = test_engine.ragged_prompts(4), test_engine.params(batch_size=6)
+    engine = TransformersEngine(make_policy(0).eval(), sampling)
+    with caplog.at_level("INFO"):
+        assert len(engine.generate(prompts)) == 4
+    assert ("do not share their prompt's keys and values: there are no keys" in caplog.text) == shared
 
 
 def test_the_moments_at_which_prompts_come_change_no_sample(make_policy):
