@@ -229,16 +229,6 @@ class Parallel:
         with self.gathered(parameters):
             yield self.whole(compute() if dtype is None else compute().to(dtype))
 
-    def has_pieces(self, parameter: nn.Parameter) -> bool:
-        """Whether :meth:`pieces` can say which numbers of a parameter this rank has."""
-        return False
-
-    def pieces(self, parameter: nn.Parameter) -> list[tuple[Tensor, int]]:
-        """This rank's numbers of a parameter, where they are consecutive in the whole one, in one dimension, and where
-        they begin there. The pieces of all ranks are the whole parameter, each number once. Needs no other rank.
-        """
-        raise NotImplementedError(f"{type(self).__name__} spreads no weights")
-
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         """Replace a sharded parameter by another tensor, whole on rank 0. Every rank must call it, and undo it too.
 

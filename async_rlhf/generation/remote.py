@@ -34,7 +34,7 @@ from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.snapshots import NoSnapshots, Snapshots, agree
+from async_rlhf.models.snapshots import NoSnapshots, Snapshots
 from async_rlhf.models.weights import differing
 from async_rlhf.system.errors import UserCodeError, last_place, own_frames
 from async_rlhf.system.trace import Trace
@@ -141,8 +141,6 @@ class RemoteGenerator:
         parallel, snapshots = self.parallel, self.snapshots
         parallel.ranks.barrier(f"publishing version {version}")
         self.publisher.finish()  # one version at a time is on its way
-        if self._newest < 0 and parallel.is_sharded:  # each rank writes its own share, if all of them can
-            snapshots.shares = agree(policy, parallel, snapshots)
         self._policy, self._newest = policy, version
         snapshots.publish(policy, version, parallel, self.publisher)
         self.publisher(partial(self._trace_publisher, version))
@@ -264,8 +262,6 @@ class RemoteGenerator:
             thread.join(timeout=_CLOSE_SECONDS)
         for worker in self.workers:
             worker.close()
-        if self.snapshots.shares is not None:
-            self.snapshots.shares.stop()
         self.publisher.close()
         self.snapshots.close()
         if self._worker_count is not None:

@@ -15,10 +15,8 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import DupFd
@@ -41,17 +39,11 @@ from async_rlhf.models.weights import (
     iterate_weights,
     layout,
     mapped,
-    mapped_at,
     nameless_file,
-    published_parameters,
-    saved_buffers,
     tensors_in,
 )
 
 Specs: TypeAlias = tuple[TensorSpec, ...]
-_WORD = 8
-_LOOK_SECONDS = 0.0005
-_ALIVE_SECONDS = 0.5
 
 
 class Snapshots:
@@ -67,8 +59,6 @@ class Snapshots:
         self.dtype, self.slots, self.adapters_only = dtype, slots, adapters_only
         self.published: dict[int, dict[str, str]] = {}
         """The available versions, with the digest of each tensor."""
-        self.shares: RingShares | None = None
-        """Set where each rank writes its own share."""
         self._newest = -1
         self._held = ExitStack()
         self._hashing = 1
@@ -92,10 +82,7 @@ class Snapshots:
         self.published.pop(version - self.slots, None)
         copies = AsyncCopy(model, parallel, later)
         with torch.no_grad():
-            if self.shares is not None:
-                for piece, place in self.shares.pieces(model, version):
-                    copies.copy(piece, place)
-            elif parallel.takes_part:
+            if parallel.takes_part:
                 places = self._places(model, version, parallel)
                 for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
                     if name in places:
@@ -227,8 +214,6 @@ class SnapshotRing(Snapshots):
         return self.views(version)
 
     def make_available(self, version: int) -> None:
-        if self.shares is not None and not self.shares.written(version):
-            return
         self.published[version] = digests(self.views(version), self._hashing)
         self.memory[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
 
@@ -328,131 +313,15 @@ class NoSnapshots(Snapshots):
         return {}
 
     def make_available(self, version: int) -> None:
-        if self.shares is not None:
-            self.shares.written(version)
+        pass
 
     def views(self, version: int) -> Mapping[str, None]:
         """The names of a version's tensors."""
-        names = self._names if self.shares is None else [spec.name for spec in self.shares.ring.specs]
-        return dict.fromkeys(names)
-
-    def close(self) -> None:
-        """Let go of rank 0's memory."""
-        if self.shares is not None:
-            self.shares.close()
-
-
-class RingShares:
-    """What a rank needs to write its shares.
-
-    Rank 0 has the ring, whose memory the others map. Each copies its shares as they leave its device, and then says
-    which version it has written, in memory that all of them share: so no rank waits for another until all is written.
-
-    Args:
-        ring: where they go, as this process sees it.
-        words: for each rank, the version that it has written last.
-        pids: of every rank's process.
-        parallel: how the weights are sharded.
-    """
-
-    def __init__(self, ring: SnapshotRing, words: Tensor, pids: Sequence[int], parallel: Parallel) -> None:
-        self.ring, self._words, self._pids, self._parallel = ring, words, pids, parallel
-        self._held, self._stopped = ExitStack(), threading.Event()
-        if parallel.device is not None and parallel.device.type == "cuda" and not parallel.ranks.is_main:
-            self._held.enter_context(pinned(ring.memory))
-
-    def pieces(self, model: nn.Module, version: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's shares of a version, each with its place."""
-        parallel = self._parallel
-        parallel.barrier("writing weights", model)
-        slot, specs = self.ring.slot(version), {spec.name: spec for spec in self.ring.specs}
-        for name, (parameter,), _ in published_parameters(model, adapters_only=False):
-            for mine, first in parallel.pieces(parameter):
-                if mine.numel():
-                    yield mine, _part(slot, specs[name], first, mine.numel())
-        for name, buffer in saved_buffers(model) if parallel.ranks.is_main else ():
-            yield buffer.reshape(-1), _part(slot, specs[name], 0, buffer.numel())
-
-    def written(self, version: int) -> bool:
-        """Say that this rank's share is written; on rank 0, wait for those of the others. Returns whether they are."""
-        ranks = self._parallel.ranks
-        self._words[ranks.rank] = version
-        looked = time.monotonic()
-        while ranks.is_main and bool((self._words < version).any()):
-            if self._stopped.wait(_LOOK_SECONDS):
-                return False
-            if time.monotonic() - looked > _ALIVE_SECONDS:
-                self._require_all_alive(version)
-                looked = time.monotonic()
-        return True
-
-    def _require_all_alive(self, version: int) -> None:
-        for rank, pid in enumerate(self._pids):
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                if int(self._words[rank]) < version:
-                    raise RuntimeError(
-                        f"rank {rank} has ended before it wrote its share of version {version}"
-                    ) from None
-
-    def stop(self) -> None:
-        """Wait for no other rank any more, from any thread: this one ends, and they may have failed."""
-        self._stopped.set()
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._held.close()
-
-
-def agree(model: nn.Module, parallel: Parallel, snapshots: Snapshots) -> RingShares | None:
-    """What this rank writes its shares with, or None if rank 0 is to gather them. All ranks must call it.
-
-    Args:
-        model: whose weights they are.
-        parallel: how they are sharded.
-        snapshots: on rank 0, where they go: only a ring that other processes can map takes shares.
-    """
-    ranks, ring, words = parallel.ranks, None, -1
-    if ranks.is_main and ranks.local_count == ranks.count and _has_pieces(model, parallel):
-        ring = snapshots if isinstance(snapshots, SnapshotRing) and Path(snapshots.path).exists() else None
-    if ring is not None:
-        words = nameless_file(_WORD * ranks.count)
-        own = (ring.path, _path(words), ring.specs, ring.slot_bytes, ring.slots)
-    asked = ranks.broadcast("where weights are written", lambda: None if ring is None else own)
-    if asked is None:
-        return None
-    path, words_path, specs, size, slots = asked
-    with suppress(OSError):  # in containers of their own, processes do not see each other's
-        said = mapped_at(words_path).view(torch.int64)
-        ring = ring or SnapshotRing(specs, size, slots, mapped_at(path))
-    pids = ranks.gather("who writes weights", os.getpid() if ring is not None else -1)
-    if words >= 0:
-        os.close(words)
-    if ring is None or -1 in pids:
-        return None
-    if ranks.is_main:
-        said.fill_(-1)
-    ranks.barrier("before the first weights are written")
-    return RingShares(ring, said, pids, parallel)
+        return dict.fromkeys(self._names)
 
 
 def _leaves_a_gpu(model: nn.Module, parallel: Parallel) -> bool:
     return (parallel.device or next(model.parameters()).device).type == "cuda"
-
-
-def _has_pieces(model: nn.Module, parallel: Parallel) -> bool:
-    """Whether every weight that is published is a parameter of which each rank has a piece."""
-    if not parallel.is_sharded:
-        return False
-    every = [parameters for _, parameters, _ in published_parameters(model, adapters_only=False)]
-    return all(len(parameters) == 1 and parallel.has_pieces(parameters[0]) for parameters in every)
-
-
-def _part(slot: Tensor, spec: TensorSpec, first: int, count: int) -> Tensor:
-    """Some consecutive numbers of a tensor."""
-    begin = spec.offset + first * spec.dtype.itemsize
-    return slot[begin : begin + count * spec.dtype.itemsize].view(spec.dtype)
 
 
 def _path(fd: int) -> str:

@@ -24,15 +24,14 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import FeedbackConfig, KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.distributed import loss_scale
-from async_rlhf.generation import remote
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models import head, saving, snapshots
+from async_rlhf.models import head, saving
 from async_rlhf.models.saving import FILE_BYTES
 from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.run import build, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
-READS_SHARES, AGREE, ITERATE_WEIGHTS = build._reads_shares, remote.agree, snapshots.iterate_weights
+READS_SHARES = build._reads_shares
 MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
@@ -110,20 +109,8 @@ def require_no_batch(trainer: OnlineTrainer) -> None:
     trainer.learner.annotate = without_batch
 
 
-def publish_by(how: str | None) -> None:
-    """Have sharded weights published as told: by "shares" alone, nothing "gathered" but, or as it comes."""
-
-    def refuse(*_):
-        raise AssertionError("weights were gathered to be published")
-
-    remote.agree = (lambda *_: None) if how == "gathered" else AGREE
-    snapshots.iterate_weights = refuse if how == "shares" else ITERATE_WEIGHTS
-
-
-def change_modules(
-    whole: bool, first_scale: float, publishing: str | None, head_rows: int | None, file_bytes: int, of_page: bool
-) -> None:
-    """Read models whole; begin with this loss scale; publish as told; cut the head into chunks of so many rows; write
+def change_modules(whole: bool, first_scale: float, head_rows: int | None, file_bytes: int, of_page: bool) -> None:
+    """Read models whole; begin with this loss scale; cut the head into chunks of so many rows; write
     weights in files of so many bytes; take the strategy of the page.
     """
     build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
@@ -131,7 +118,6 @@ def change_modules(
     shards.READ_BYTES = file_bytes
     build._reads_shares = (lambda *_: False) if whole else READS_SHARES
     loss_scale.FIRST = first_scale
-    publish_by(publishing)
     if head_rows is not None:
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
 
@@ -179,7 +165,6 @@ def train(
     file_bytes: int = FILE_BYTES,
     models: str | None = None,
     whole: bool = False,
-    publishing: str | None = None,
     episodes: bool = False,
     agent: bool = False,
     of_page: bool = False,
@@ -191,7 +176,7 @@ def train(
     number of the rank.
     """
     rank = int(os.environ.get("RANK", 0))
-    change_modules(whole, first_scale, publishing, head_rows, file_bytes, of_page)
+    change_modules(whole, first_scale, head_rows, file_bytes, of_page)
     named = None if models is None else Path(models.format(rank=rank))
     args = new_args(
         Path(folder),

@@ -171,20 +171,6 @@ class ZeRO(Parallel):
         dist.all_gather_into_tensor(whole, mine, group=first.ds_process_group)
         yield whole[: first.ds_numel].view(first.ds_shape)
 
-    def has_pieces(self, parameter: nn.Parameter) -> bool:
-        of: Any = parameter
-        if not self.is_sharded or not hasattr(of, "ds_tensor"):
-            return False
-        everyone = dist.get_world_size(of.ds_process_group) == self.ranks.count
-        return everyone and getattr(of.ds_tensor, "final_location", None) != "nvme"
-
-    def pieces(self, parameter: nn.Parameter) -> list[tuple[Tensor, int]]:
-        """ZeRO-3 cuts a parameter into parts of the same size, the last of which is padded."""
-        of: Any = parameter
-        size = of.ds_tensor.numel()
-        first = self.ranks.rank * size
-        return [(of.ds_tensor.data[: max(0, min(size, of.ds_numel - first))], first)]
-
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         before: Tensor | None = None
         with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):

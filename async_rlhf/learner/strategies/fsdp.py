@@ -19,7 +19,7 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Model, Parallel
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
-from async_rlhf.models.sharded_loading import fill, first_index
+from async_rlhf.models.sharded_loading import fill
 
 
 class FullyShardedDataParallel(Parallel):
@@ -136,26 +136,6 @@ class FullyShardedDataParallel(Parallel):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def has_pieces(self, parameter: nn.Parameter) -> bool:
-        """FSDP shards rows, so that each rank's lie side by side, or those of each expert."""
-        if not isinstance(parameter, DTensor):
-            return True
-        *others, last = parameter.placements
-        return last in (Shard(0), Shard(1)) and all(place.is_replicate() for place in others)
-
-    def pieces(self, parameter: nn.Parameter) -> list[tuple[Tensor, int]]:
-        if not isinstance(parameter, DTensor):
-            return [(parameter.data.reshape(-1), 0)] if self.ranks.is_main else []
-        place = parameter.device_mesh.get_coordinate()
-        assert place is not None
-        mine = parameter.to_local().detach()
-        if any(place[:-1]):  # of several copies the first writes
-            return []
-        dim, begin = first_index(parameter)
-        each, first = parameter.shape[dim:].numel(), begin * parameter.shape[dim + 1 :].numel()
-        parts = mine.reshape(parameter.shape[:dim].numel(), -1).unbind()
-        return [(part, number * each + first) for number, part in enumerate(parts)]
 
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         assert isinstance(parameter, DTensor)
