@@ -101,10 +101,6 @@ def _check_trained(config: OnlineConfig) -> None:
     config.require(most is None or most % steps == 0, "trained_prompts", right)
     right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
     config.require(most is None or config.samples_per_prompt > 1, "trained_prompts", right)
-    right = "must be 0 with samples_per_prompt 1: the rewards of one completion cannot differ"
-    config.require(not config.curriculum or config.samples_per_prompt > 1, "curriculum", right)
-    right = 'must be 0 with staleness_mode "bounded", whose record says which weights sampled a batch, not its prompts'
-    config.require(not config.curriculum or config.staleness_mode == "exact", "curriculum", right)
 
 
 def _check_feedback(config: OnlineConfig) -> None:

@@ -149,9 +149,6 @@ class OnlineConfig(TrainingConfig):
     """Prompts of each batch that are trained on, null for all. With fewer than are sampled, those whose completions all
     have the same reward, which teach nothing, are left out first (dynamic sampling: DAPO, arXiv 2503.14476), then the
     last ones of the batch. `signal/prompts` in the log is the share of prompts whose rewards differ."""
-    curriculum: float = key(0.0, inside("[0, 1)", ": some prompts must be drawn evenly, so that none is forgotten"))
-    """Share of the prompts that are drawn by how much their completions' rewards have differed so far: most often those
-    that the policy solves half the time (arXiv 2502.12272). The others are drawn evenly. 0 takes all in turn."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
     """ "adamw" in float32, 8 bytes a parameter for its moments; "adamw_8bit" holds them in 2 bytes (bitsandbytes), and
     "paged_adamw_8bit" in the host's memory where a GPU is full; "adafactor" holds one number for each row and column;

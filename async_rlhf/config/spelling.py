@@ -25,8 +25,22 @@ _ELSEWHERE = {
 }
 """What other trainers, or earlier versions, call a key, and our name for it."""
 
-DROPPED: dict[str, str] = {}
+DROPPED: dict[str, str] = {
+    "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts"
+}
 """Keys of earlier versions, by their last part, and what to do instead."""
+
+
+def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that an earlier version has saved, with dotted keys, without those that were dropped.
+
+    Raises:
+        ConfigError: it made use of one.
+    """
+    for key, value in saved.items():
+        if value and (last := key.rpartition(".")[2]) in DROPPED:
+            raise ConfigError(f"{key}: the earlier run has {value!r}; it was dropped in 0.1.0: {DROPPED[last]}")
+    return {key: value for key, value in saved.items() if key.rpartition(".")[2] not in DROPPED}
 
 
 def check_words(words: Sequence[str], options: Collection[str], known: Mapping[str, Any], command: str) -> None:

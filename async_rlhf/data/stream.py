@@ -144,11 +144,7 @@ class PromptStream:
     def prompt(self, draw: int) -> Prompt:
         """The prompt of one draw."""
         epoch, position = divmod(draw, len(self))
-        return self.numbered(draw, int(self._order(epoch)[position]))
-
-    def numbered(self, draw: int, number: int) -> Prompt:
-        """One of the prompts of an epoch, which are numbered from 0 in the order of the rows, as what a draw gives."""
-        row = int(self._kept[number])
+        row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
         column = other_column(columns, self._field)
         messages = with_prompt_text(columns, self._field, self._reader, f"{self._field!r} of row {row + 1}")

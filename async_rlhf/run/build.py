@@ -21,7 +21,6 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
 from async_rlhf.config.rewards import check_bits, check_rewards
-from async_rlhf.data.curriculum import Curriculum
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
 from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
@@ -65,7 +64,7 @@ from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.rewards.scorer import Scorer, metric_names
 from async_rlhf.run.callbacks import Callbacks, tracked_runs
-from async_rlhf.run.checkpoint import CURRICULUM, ResumeState, load_weights, restore_learner
+from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.factory import check_launch, frozen_device, make_scorer
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
 from async_rlhf.run.record import Record, code_digests, derived, of_python
@@ -159,11 +158,6 @@ class Run(Training):
     """How completions of held-out prompts are sampled."""
     record: Record
     """How the run was asked for."""
-
-    @property
-    def curriculum(self) -> Curriculum | None:
-        """What draws the prompts by their past scores, if something does; on rank 0."""
-        return self.prompts.stream if isinstance(self.prompts.stream, Curriculum) else None
 
 
 @dataclass(frozen=True)
@@ -381,12 +375,9 @@ def _read_prompts(
     def training() -> Prompts:
         rows = inputs.train_dataset
         if is_unsized(rows):
-            right = "must be 0 with a train_dataset that has no length: any of its prompts may be the next"
-            require(config.curriculum == 0, "curriculum", config.curriculum, right)
             # Restarted generators get their open requests again, of S + 1 batches at most.
             return UnsizedPrompts(rows, chat.tokenizer, window=(config.staleness + 2) * config.batch_size, **what)
-        stream = PromptStream(cast(Rows, rows), chat.tokenizer, seed=config.seed, **what)
-        return Curriculum(stream, config.curriculum) if config.curriculum else stream
+        return PromptStream(cast(Rows, rows), chat.tokenizer, seed=config.seed, **what)
 
     train: Prompts | None = None
     evaluated: PromptStream | None = None
@@ -585,23 +576,8 @@ def _restore(run: Run, resumed: ResumeState) -> None:
         exact = run.device.type == "cpu" or run.config.deterministic
         how = "" if exact else "; what follows is equal up to rounding, as deterministic is false"
         logger.info("resuming after batch %d, from %s%s", resumed.batch, checkpoint, how)
-        _restore_curriculum(run.curriculum, resumed)
     restore_trained(run, resumed)
     resumed.read_ahead(checkpoint, run.prompts)
     resumed.read_evaluation(checkpoint, run.eval_prompts, run.ranks)
     # Its name in older checkpoints, too.
     run.callbacks.pending_eval = None if resumed.evaluation is None else resumed.values.get("unjudged")
-
-
-def _restore_curriculum(curriculum: Curriculum | None, resumed: ResumeState) -> None:
-    """Restore what a curriculum knows. One that is new to the run knows nothing, and batches that are sampled ahead are
-    then of the stream's prompts.
-
-    Raises:
-        ConfigError: the checkpoint has one, and this run has not.
-    """
-    known = resumed.values.get("curriculum")
-    right = "must be above 0: prompts of batches that are sampled ahead were drawn by a curriculum"
-    require(known is None or curriculum is not None, "curriculum", 0.0, right)
-    if curriculum is not None and known is not None:
-        curriculum.restore(known, resumed.tensors[CURRICULUM].numpy())

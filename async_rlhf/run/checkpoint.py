@@ -34,6 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, may_change, require, with_new_keys, without_gpu
 from async_rlhf.config.secrets import without_secrets
+from async_rlhf.config.spelling import kept
 from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.learner import Learner
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 3
 """Version of the resume format. Raise it with every change that an older or newer version could not read."""
-CURRICULUM = "curriculum.spreads"
-"""The tensor of what a curriculum knows of each prompt."""
 _SHARDED_FORMAT = f"{FORMAT}, sharded"
 _SAMPLE_TYPES = {"tokens": "int32", "sampled": "bool", "logprobs": "float32", "versions": "int32", "rewards": "float32"}
 
@@ -170,7 +169,7 @@ class ResumeState:
         right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
         enough = config.num_train_epochs is not None or self.batch <= config.num_batches
         require(enough, name, getattr(config, name), right)
-        known = with_new_keys(without_secrets(self.config), config)
+        known = with_new_keys(kept(without_secrets(self.config)), config)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
             for values in (without_gpu(each, config) for each in (known, as_saved(config, algorithm)))

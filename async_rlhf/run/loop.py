@@ -23,7 +23,7 @@ from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
-from async_rlhf.run.checkpoint import CURRICULUM, ResumeState, as_saved, learner_state, save_learner
+from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
 from async_rlhf.run.feedback import labels_row
 from async_rlhf.run.folder import EVAL_SAMPLES, FEEDBACK, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
@@ -216,8 +216,6 @@ class TrainingLoop(Loop):
                 experience, metrics = run.learner.annotate(scored)
             with trace.span("train", batch=batch.index):
                 metrics |= run.learner.update(experience, batch.index)
-            if run.curriculum is not None:
-                run.curriculum.note(scored)
             rollouts.publish(run.learner.policy, version=batch.index)
             if run.ranks.is_main:
                 run.callbacks.state.count(int(metrics["optimizer_steps"]), scored.missing)
@@ -273,9 +271,6 @@ class TrainingLoop(Loop):
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
         own = {"config": config, "values": values, "tensors": random_tensors}
-        if self.run.curriculum is not None:
-            values["curriculum"] = self.run.curriculum.state()
-            own["tensors"] = {**random_tensors, CURRICULUM: torch.from_numpy(self.run.curriculum.spreads_N.copy())}
         return {**own, "ahead": ahead, "evaluation": evaluation}
 
     def _log(self, scored: ScoredBatch, metrics: dict[str, float], everything: bool) -> None:

@@ -18,7 +18,7 @@ from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.parsing import FEW, options_of
-from async_rlhf.config.spelling import _ELSEWHERE
+from async_rlhf.config.spelling import _ELSEWHERE, DROPPED
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import RunConfig
@@ -85,6 +85,12 @@ def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(right, wrong
 def test_other_trainers_names_and_typing_errors_get_ours(word, meant, capsys):
     code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", word)
     assert (code, said.strip().endswith(f"no such option; did you mean --{meant}?")) == (2, True), said
+
+
+def test_a_key_that_was_dropped_says_what_to_do_instead(capsys):
+    code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", "--train.curriculum=0.5")
+    assert code == 2
+    assert said.strip().endswith("it was dropped in 0.1.0: " + DROPPED["curriculum"])
 
 
 def test_what_is_like_no_key_gets_no_suggestion(capsys):

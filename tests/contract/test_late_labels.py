@@ -174,8 +174,7 @@ def test_stopped_amid_waiting_and_resumed_it_is_the_run_that_was_recorded(
     make_policy, tokenizer, prompts, make_args, checkpoint
 ):
     feedback = FeedbackConfig("compare", max_lag=5)
-    curriculum = 0.5 if checkpoint == "sharded" else 0.0  # its prompts depend on the labels
-    args = make_args(staleness=2, save_steps=2, checkpoint_format=checkpoint, feedback=feedback, curriculum=curriculum)
+    args = make_args(staleness=2, save_steps=2, checkpoint_format=checkpoint, feedback=feedback)
     folder = Path(args.output_dir)
     silent = Annotator(folder, lambda question, newest: question.batch in (1, 3))
     stopper = threading.Thread(target=stop_after, args=(folder, 2))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from slow_curriculum import drawn as slow_draws
 from tiny import StopAfter, count_letters, json_rows, rare_unless
 
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
@@ -67,9 +66,8 @@ def assert_same_run(ours, theirs) -> None:
 def sequential_oracle(
     make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str = "online_dpo", rewards=(count_letters,), **more
 ):
-    """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back;
-    a curriculum knows the scores of just the batches that this one was trained on. ``more`` says how to sample, beyond
-    what every run has.
+    """One process, no schedule: keep every past policy, and sample batch b in turn from the one S + 1 batches back.
+    ``more`` says how to sample, beyond what every run has.
     """
     policy = make_policy()
     value = new_value_model(policy) if algorithm == "ppo" else None
@@ -79,18 +77,13 @@ def sequential_oracle(
     generation, more = args.generation, {"stop_token_ids": (256,), **more}
     sizes = (args.samples_per_prompt, generation.temperature, generation.response_length)
     params = SamplingParams(*sizes, seed=args.seed, **more)
-    past, metrics, noted = [copy.deepcopy(policy)], [], []
+    past, metrics = [copy.deepcopy(policy)], []
     for b in range(1, args.num_batches + 1):
-        version, first = max(0, b - 1 - args.staleness), (b - 1) * args.batch_size
-        sampler = past[version]
+        sampler, first = past[max(0, b - 1 - args.staleness)], (b - 1) * args.batch_size
         drawn = [stream.prompt(n) for n in range(first, first + args.batch_size)]
-        if args.curriculum:  # all prompts have the right length, so a row is its number in the stream
-            rows = slow_draws(b, args.batch_size, args.seed, noted[:version], len(stream), args.curriculum)
-            drawn = [stream.numbered(n, row) for n, row in enumerate(rows, start=first)]
         completions = EpisodeSampler(TransformersEngine(sampler, params)).generate(drawn)
         groups = tuple(Group(p, c) for p, c in zip(drawn, completions, strict=True))
         scored = scorer(Batch(b, 0, groups, 0.0))
-        noted.append([(p.row, scores) for p, scores in zip(drawn, scored.scores_PK.tolist(), strict=True)])
         experience, objective = learner.annotate(scored)
         metrics.append(objective | scored.metrics | learner.update(experience, b))
         past.append(copy.deepcopy(policy))
@@ -149,21 +142,6 @@ def test_choosing_prompts_by_their_signal_is_as_exact(make_policy, tokenizer, pr
     assert_same_run(ours, sequential_oracle(make_policy, tokenizer, prompts, args, "grpo"))
     everything = sequential_oracle(make_policy, tokenizer, prompts, replace(args, trained_prompts=None), "grpo")
     assert any(not torch.equal(tensor, everything[0][name]) for name, tensor in ours[0].items())
-
-
-@pytest.mark.parametrize(
-    ("staleness", "changes"), [(0, {"placement": "process"}), (1, {}), (2, {}), (2, {"placement": "inline"})]
-)
-def test_prompts_drawn_by_past_scores_are_as_exact(make_policy, tokenizer, prompts, make_args, staleness, changes):
-    """Each batch knows the scores of those before its weights, no more and no less; also in a run that is resumed."""
-    options = {"algorithm": "grpo", "samples_per_prompt": 4, "total_episodes": 48, "trained_prompts": 6}
-    args = make_args("run", changes, staleness=staleness, curriculum=0.8, **options)
-    run_trainer(make_policy, tokenizer, prompts, args, stop_after=3)
-    ours = run_trainer(make_policy, tokenizer, prompts, replace(args, resume=True))
-    assert len(ours[1]) == 6
-    assert_same_run(ours, sequential_oracle(make_policy, tokenizer, prompts, args, "grpo"))
-    evenly = sequential_oracle(make_policy, tokenizer, prompts, replace(args, curriculum=0.0), "grpo")
-    assert any(not torch.equal(tensor, evenly[0][name]) for name, tensor in ours[0].items())
 
 
 def test_synchronous_in_a_process_equals_inline_bitwise(make_policy, tokenizer, prompts, make_args):

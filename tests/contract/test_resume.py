@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
 from contextlib import nullcontext
@@ -119,44 +118,6 @@ def test_a_run_that_samples_stale_batches_in_turn_resumes_bit_for_bit(
     assert_same(run(make_policy, tokenizer, prompts, resumed), whole)
     held = (Path(resumed.output_dir) / "checkpoint-2" / "resume" / "rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["index"] for line in held] == list(range(3, 4 + staleness))
-
-
-@pytest.mark.parametrize(("staleness", "placement"), [(0, "inline"), (1, "process"), (3, "process"), (2, "inline")])
-def test_what_a_curriculum_knows_is_in_the_checkpoint(make_policy, tokenizer, prompts, make_args, staleness, placement):
-    """Also with what is left out for its missing rewards, and with rows that are sharded."""
-    options = {"algorithm": "grpo", "staleness": staleness, "samples_per_prompt": 3, "num_samples_logged": 100}
-    options |= {"generation": {"placement": placement}, "curriculum": 0.7, "reward_errors": "skip"}
-    options |= {"checkpoint_format": "sharded" if staleness == 1 else "whole"}
-
-    def sometimes(prompts, completions, **columns):
-        return [math.nan if text.count("a") == 1 else text.count("e") % 2 for text in completions]
-
-    def go(name, callbacks=(), **more):
-        args = make_args(name, **options, **more)
-        return run(make_policy, tokenizer, prompts, args, "grpo", callbacks, reward=[sometimes])
-
-    whole = go("whole")
-    go("stopped", [StopAfter(2)])
-    again = go("stopped", resume=True)
-    assert_same(again, whole)
-    assert not np.isnan(again[0].run.curriculum.spreads_N).all()
-    assert np.array_equal(again[0].run.curriculum.spreads_N, whole[0].run.curriculum.spreads_N, equal_nan=True)
-
-
-def test_a_curriculum_may_begin_with_a_resumed_run_and_not_end_there(make_policy, tokenizer, prompts, make_args):
-    """Batches that are sampled ahead are of the prompts that they were sampled for."""
-    options = {"algorithm": "grpo", "staleness": 1, "samples_per_prompt": 3, "num_samples_logged": 100}
-    run(make_policy, tokenizer, prompts, make_args("run", **options), "grpo", [StopAfter(2)])
-    evenly = [json.loads(line)["prompt"] for line in logs_of(make_args("run", **options))[1]]
-    more = {"resume": True, "resume_anyway": True, "curriculum": 0.7, **options}
-    run(make_policy, tokenizer, prompts, make_args("run", **more), "grpo", [StopAfter(4)])
-    whole = run(make_policy, tokenizer, prompts, make_args("whole", **options), "grpo")
-    ahead = slice(0, 3 * 8 * 3)  # of the first three batches
-    found = logs_of(make_args("run", **more))[1]
-    assert [json.loads(line)["prompt"] for line in found][ahead] == [json.loads(x)["prompt"] for x in whole[2]][ahead]
-    assert len(evenly) == 2 * 8 * 3
-    with pytest.raises(ConfigError, match=r"curriculum: got 0.0; must be above 0: prompts of batches that are sampled"):
-        run(make_policy, tokenizer, prompts, make_args("run", **{**more, "curriculum": 0.0}), "grpo")
 
 
 RESUMED = [*product(RUNS, [1, 0]), ("online_dpo", 3), ("ppo", 3)]
@@ -451,6 +412,28 @@ def test_a_checkpoint_of_another_format_is_refused(make_policy, tokenizer, promp
     write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
     with pytest.raises(ConfigError, match=r"earlier' is a checkpoint of format 1; must be of format 3: go on with"):
         run(make_policy, tokenizer, prompts, make_args("anew", resume_from=str(copy)))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.8])
+def test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on(
+    make_policy, tokenizer, prompts, make_args, value
+):
+    """As an earlier version of the package has written it."""
+    args = make_args(save_steps=2)
+    run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
+    checkpoint, copy = Path(args.output_dir) / "checkpoint-2", Path(args.output_dir).parent / "earlier"
+    state = json.loads((checkpoint / "resume" / "state.json").read_text())
+    state["config"]["curriculum"] = value
+    (checkpoint / "resume" / "state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
+    args = make_args("anew", resume_from=str(copy))
+    if not value:
+        assert run(make_policy, tokenizer, prompts, args)[0].callbacks.state.global_step == args.num_batches
+        return
+    right = r"curriculum: the earlier run has 0.8; it was dropped in 0.1.0: sort the data, or train on the prompts"
+    with pytest.raises(ConfigError, match=right):
+        run(make_policy, tokenizer, prompts, args)
 
 
 def test_a_run_is_not_made_shorter_than_its_checkpoint(make_policy, tokenizer, prompts, make_args):

@@ -52,10 +52,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"algorithm": "grpo", "staleness": 1, "normalization": "token", "num_mini_batches": 2, "samples_per_prompt": 4},
         ["ddp", "zero3"],
     ),
-    "curriculum": (
-        {"algorithm": "grpo", "staleness": 1, "samples_per_prompt": 4, "curriculum": 0.9, "trained_prompts": 8},
-        ["ddp", "fsdp"],
-    ),
     "strategy of the page": ({**ASYNC, "of_page": True}, ["ddp"]),
     "lora": ({"algorithm": "rloo", "staleness": 1, "lora": 2}, ["ddp", "fsdp", "zero3"]),
     # FSDP2 rounds otherwise, see below.
