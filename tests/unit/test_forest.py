@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from families import KINDS, WINDOW, gradients, made
 from hypothesis import given
 from hypothesis import strategies as st
 from planted import Fault, planted
 from torch import Tensor, nn
 
+from async_rlhf import GRPOConfig, LoRAConfig
 from async_rlhf.models import forest as forest_module
-from async_rlhf.models import packing
+from async_rlhf.models import head, packing
+from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forest import Forest, _seen, grown, size_of, walk
 from async_rlhf.models.forward import end_values, response_logprobs, response_values, reward_scores
+from async_rlhf.models.kernels import recompute
 from async_rlhf.models.packing import choose, shares
+from async_rlhf.models.routing import replay_routes
 
 TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
 P = 9
@@ -106,9 +112,38 @@ def rows() -> tuple[Tensor, Tensor]:
     return tokens_BT, mask_BT
 
 
-def computed(kind: str, dtype: torch.dtype, sharing: bool, values: bool = False) -> dict[str, Tensor]:
+def as_it_is(model: hf.PreTrainedModel) -> None:
+    """The model as it is."""
+
+
+def with_checkpointing(model: hf.PreTrainedModel) -> None:
+    recompute(model.train(), GRPOConfig(gradient_checkpointing=True))
+
+
+def with_adapters(model: hf.PreTrainedModel) -> None:
+    add_adapters(model, LoRAConfig(rank=2), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+
+
+def compiled(model: hf.PreTrainedModel) -> None:
+    torch._dynamo.reset()
+    for layer in model.base_model.layers:
+        layer.compile(backend="eager", dynamic=True)
+
+
+def computed(
+    kind: str,
+    dtype: torch.dtype,
+    sharing: bool,
+    values: bool = False,
+    prepare: Callable[[hf.PreTrainedModel], None] = as_it_is,
+) -> dict[str, Tensor]:
     """Numbers and gradients of rows that share, or of each row alone."""
     model, (tokens_BT, mask_BT) = made(kind, values).to(dtype), rows()
+    prepare(model)
     if dtype == torch.float64 and kind in ("mixtral", "qwen3_moe"):
         model.set_experts_implementation("eager")  # the others have no float64
     lengths_B = mask_BT.shape[1] - mask_BT.flip(1).argmax(dim=1)
@@ -186,10 +221,34 @@ def test_the_kernel_gets_the_keys_of_each_beginning(kind, monkeypatch):
     assert max(difference(in_float64(monkeypatch, kind, True), right)) < 1e-12
 
 
+@pytest.mark.parametrize("prepare", [with_checkpointing, with_adapters, compiled])
+def test_also_where_layers_are_computed_again_adapted_or_compiled(prepare, monkeypatch):
+    kind = "gpt_neox" if prepare is with_checkpointing else "llama"
+    mine, right = (computed(kind, torch.float32, sharing, prepare=prepare) for sharing in (True, False))
+    assert max(difference(mine, right)) < 2e-6
+    if prepare is with_adapters:
+        assert all("lora" in name for name in mine.keys() - {"numbers"})
+
+
+def test_also_where_the_head_computes_a_few_tokens_at_a_time(monkeypatch):
+    right = computed("llama", torch.float32, False)
+    for name, value in (("CHUNK_BYTES", 4 * 64 * 5), ("LEAST_ROWS", 1), ("KEPT_BYTES", 4 * 64 * 5)):
+        monkeypatch.setattr(head, name, value)
+    assert max(difference(computed("llama", torch.float32, True), right)) < 2e-6
+
+
+def test_in_sixteen_bits_the_errors_are_those_of_rows_alone(monkeypatch):
+    right = in_float64(monkeypatch, "llama", False)
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, alone = (difference(computed("llama", torch.float32, sharing), right) for sharing in (True, False))
+    assert 1e-4 < mine[0] < 2 * alone[0]
+    assert 1e-4 < mine[1] < 2 * alone[1]
+
+
 def test_end_values_of_a_head_and_of_a_model():
-    policy, critic, head, (tokens_BT, mask_BT) = made("llama"), made("llama", True), nn.Linear(32, 1), rows()
+    policy, critic, linear, (tokens_BT, mask_BT) = made("llama"), made("llama", True), nn.Linear(32, 1), rows()
     lengths_B = (mask_BT.shape[1] - mask_BT.flip(1).argmax(dim=1)).clamp(max=tokens_BT.shape[1])
-    for value in (head, critic):
+    for value in (linear, critic):
         found = []
         for sharing in (True, False):
             choose(sharing, False, {"policy": policy, "value": critic}, False)
@@ -213,6 +272,25 @@ def test_conversations_that_fork_are_branches_of_one_tree():
         found.append(response_logprobs(model, tokens_BT, mask_BT, 1.0, positions_BT=positions_BT).logprobs_BT)
         assert seen == [20 + 3 + 3 if sharing else 3 * 20]
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_went_to_other_experts_are_not_shared():
+    """Eight equal tokens, of which the sixth took other experts in the second row."""
+    model, tokens_BT, mask_BT = made("mixtral"), torch.tensor([drawn(8)] * 2), torch.ones(2, 8)
+    replay_routes(model)
+    mask_BT[:, :3] = 0
+    routes_BTLE = torch.tensor([[[[0, 1], [2, 3]]] * 8] * 2, dtype=torch.uint8)
+    routes_BTLE[1, 5] = 3 - routes_BTLE[1, 5]
+    seen, found = list[int](), []
+    model.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    for sharing in (True, False):
+        choose(sharing, False, {"model": model}, False)
+        seen.clear()
+        given = {"routes_BTLE": routes_BTLE}
+        found.append(response_logprobs(model, tokens_BT, mask_BT, 1.0, **given).logprobs_BT)
+        assert seen == [5 + 3 + 3 if sharing else 16]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[0][0], found[0][1])
 
 
 def test_equal_rows_have_equal_numbers():
