@@ -265,7 +265,9 @@ def join(
         shared: tokens of each prompt, if its rows are to share them; only where all layers grow.
     """
     cache: Any = caches[0]
-    layers = [[(x.keys, x.values) for x in parts] for parts in zip(*(cache.layers for cache in caches), strict=True)]
+    stacks = list(zip(*(cache.layers for cache in caches), strict=True))
+    grow = [type(parts[0]) is DynamicLayer and parts[0].is_initialized for parts in stacks]
+    layers = [[(x.keys, x.values) for x in parts] if grows else [] for parts, grows in zip(stacks, grow, strict=True)]
     if shared is not None:
         longest = max(keys.shape[2] for keys, _ in layers[0])
         whole = [
@@ -275,11 +277,11 @@ def join(
         rows = [number for number in range(prompts) for _ in range(repeats)]
         cache.prefixes = Prefixes(cast(Any, whole), list(shared), rows)
         layers = [[(keys[:, :, :0], values[:, :, :0]) for keys, values in parts] for parts in layers]
-    for i, parts in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-        if type(parts[0]) is DynamicLayer and parts[0].is_initialized:
+    for i, grows in enumerate(grow):
+        if grows:
             cache.layers[i] = RoomyLayer(layers[i], repeats)
         else:
-            parts[0].reorder_cache(torch.arange(prompts).repeat_interleave(repeats))
+            cache.layers[i].reorder_cache(torch.arange(prompts).repeat_interleave(repeats))
     return cache
 
 
