@@ -364,7 +364,7 @@ FAILURES = {
     ),
     "rank 1 leaves out its share of the weights": (
         {"strategy": "fsdp", "fail": {"rank": 1, "how": "its share of the weights"}},
-        "ranks are out of step",
+        "rank 0 has come to 'reading weights', rank 1 to 'prompts of batch 4'",
     ),
 }
 
