@@ -22,7 +22,7 @@ from async_rlhf.system.errors import DiffersError, NothingLearntError, UserCodeE
 from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
 
-_SPEAKING_SECONDS = 10.0
+_SPEAKING_SECONDS = 30.0
 _FIRST = {**dict.fromkeys(("replay", "explain", "feedback", "workers"), "run"), "recipes": "name", "config": "file"}
 _FIRST |= {"sweep": "config", "certify": "config"}
 """The option that a command's first word is for."""
