@@ -18,6 +18,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import decides_result, dotted, with_new_keys, without_gpu
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
+from async_rlhf.config.spelling import kept
 from async_rlhf.data import cache
 from async_rlhf.system.files import whole_folder, write_file
 from async_rlhf.system.lock import InUseError, hold
@@ -126,7 +127,7 @@ class Stage:
         if self.config.overwrite:
             logger.info("%s: done already, in %s; doing it again", self.name, self.folder)
             return None
-        differences = list(_differences(found, identity))
+        differences = list(_differences({**found, "config": kept(found["config"])}, identity))
         if differences:
             raise ConfigError(
                 f"{self.name}: {str(self.folder)!r} holds the result of another configuration:\n  "

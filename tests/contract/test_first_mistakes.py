@@ -93,6 +93,12 @@ def test_a_key_that_was_dropped_says_what_to_do_instead(capsys):
     assert said.strip().endswith("it was dropped in 0.1.0: " + DROPPED["curriculum"])
 
 
+def test_a_dropped_key_that_a_run_did_not_use_is_passed_over_in_its_file(capsys):
+    for line, told in (("curriculum: 0.0", False), ("reward_model_bits: null", False), ("curriculum: 0.5", True)):
+        Path("recipe.yml").write_text(RECIPE.replace("seed: 1", line))
+        assert ("it was dropped" in ends(capsys, "train", "--config", "recipe.yml", "--dry-run")[1]) == told
+
+
 def test_what_is_like_no_key_gets_no_suggestion(capsys):
     code, said = ends(capsys, "train", "--config", "recipe.yml", "--qqqqq", "1")
     assert (code, "did you mean" in said, "--qqqqq" in said) == (2, False, True)
