@@ -193,10 +193,10 @@ class OnlineConfig(TrainingConfig):
     annotate_max_tokens: TokensOnGPU = key("on_gpu", TOKENS, without_gpu=None)
     """Tokens of one such pass at most, like max_tokens_per_pass; "on_gpu" takes annotate_batch_size rows."""
     packing: Literal["auto", True, False] = "auto"
-    """Whether the rows of a pass become one sequence without padding, in which attention stays within each row. "auto"
-    packs where max_tokens_per_pass or annotate_max_tokens is given, the model can, and it is faster: on a CPU, and with
-    bf16 or fp16 on a GPU. True is an error for a model that cannot, such as one whose layers carry a state from token
-    to token."""
+    """Whether the rows of a pass become one sequence without padding, in which attention stays within each row and what
+    rows have in common at their beginning is computed once. "auto" packs where max_tokens_per_pass or
+    annotate_max_tokens is given, the model can, and it is faster: on a CPU, and with bf16 or fp16 on a GPU. True is an
+    error for a model that cannot, such as one whose layers carry a state from token to token."""
     max_prompt_length: int | None = key(None, at_least(1))
     """Prompts with more tokens are dropped, and counted; null for 512, or less if the model has not so many positions
     besides those of the response."""

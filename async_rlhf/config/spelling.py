@@ -28,7 +28,12 @@ _ELSEWHERE = {
 DROPPED: dict[str, str] = {
     "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts"
 }
-"""Keys of earlier versions, by their last part, and what to do instead."""
+"""Keys of earlier versions, without `train.` before them, and what to do instead."""
+
+
+def instead_of(key: str) -> str | None:
+    """What to do instead of a key of earlier versions; None if it is none."""
+    return DROPPED.get(key.replace("-", "_").removeprefix("train."))
 
 
 def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,9 +43,9 @@ def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: it made use of one.
     """
     for key, value in saved.items():
-        if value and (last := key.rpartition(".")[2]) in DROPPED:
-            raise ConfigError(f"{key}: the earlier run has {value!r}; it was dropped in 0.1.0: {DROPPED[last]}")
-    return {key: value for key, value in saved.items() if key.rpartition(".")[2] not in DROPPED}
+        if value and (instead := instead_of(key)):
+            raise ConfigError(f"{key}: the earlier run has {value!r}; it was dropped in 0.1.0: {instead}")
+    return {key: value for key, value in saved.items() if instead_of(key) is None}
 
 
 def check_words(words: Sequence[str], options: Collection[str], known: Mapping[str, Any], command: str) -> None:
@@ -73,9 +78,8 @@ def meant(key: str, known: Collection[str], dashes: str) -> str:
     """The end of an error: what to do instead of a key of earlier versions; or which key may be meant, with what stands
     before it; nothing if none is like it.
     """
-    last = key.rpartition(".")[2].replace("-", "_")
-    if last in DROPPED:
-        return f"; it was dropped in 0.1.0: {DROPPED[last]}"
+    if instead := instead_of(key):
+        return f"; it was dropped in 0.1.0: {instead}"
     found = nearest(key, known)
     return "" if found is None else f"; did you mean {dashes}{found}?"
 

@@ -236,8 +236,15 @@ class TransformersEngine:
             return False
         finally:
             self.params = params
+        right = self._agree(found[1], found[0])
+        if not right:
+            logger.info("samples do not share their prompt's keys and values: their logits would differ")
+        return right
+
+    def _agree(self, logits: Tensor, right: Tensor) -> bool:
+        """Whether logits are equal up to rounding."""
         exact = self.autocast is None and self.model.dtype == torch.float32
-        return bool((found[0] - found[1]).abs().max() <= (1e-4 if exact else 0.05) * found[0].abs().max())
+        return bool((logits - right).abs().max() <= (1e-4 if exact else 0.05) * right.abs().max())
 
     def _cache_is_right(self) -> bool:
         """Whether two rows, one of them padded, have the logits with transformers' cache that they have without."""
@@ -254,8 +261,7 @@ class TransformersEngine:
             return False
         finally:
             self.params = params
-        exact = self.autocast is None and self.model.dtype == torch.float32
-        return bool((found[0] - found[1]).abs().max() <= (1e-4 if exact else 0.05) * found[0].abs().max())
+        return self._agree(found[1], found[0])
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
         """Logits (B, V) after one more token of each row.

@@ -476,7 +476,8 @@ class Learner:
             if given:  # what a model draws, such as noise on routers, is to depend on nothing else
                 torch.manual_seed(_seed_of(config.seed, batch, number))
             rows = Experience(**part, rows_per_unit=step.rows_per_unit)
-            micro_batch = Experience(**in_one_copy(part, device), rows_per_unit=step.rows_per_unit)
+            of_loss = {name: tensor for name, tensor in part.items() if name != "routes_BTLE"}
+            micro_batch = Experience(**in_one_copy(of_loss, device), rows_per_unit=step.rows_per_unit)
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
                     how = config.generation.temperature, not given, rows.positions_BT, rows.routes_BTLE, device
@@ -559,11 +560,12 @@ def _rows(groups: Sequence[Group], scores_B: Tensor | None = None) -> Experience
 
 def _split(passes: Passes, rows: Experience, units_U: Tensor | None = None, ranks: int = 1) -> list[Tensor]:
     """Which of these units share a pass; None for single rows, of all of them."""
-    part = rows if units_U is None else rows.select(units_U)
-    texts = None
-    if passes.shared:
-        texts = texts_of_rows(part.tokens_BT, part.lengths_B, part.positions_BT, part.routes_BTLE)
-    return passes.split(part.lengths_B, 1 if units_U is None else rows.rows_per_unit, ranks, texts)
+    names = {"lengths_B"} | ({"tokens_BT", "positions_BT", "routes_BTLE"} if passes.shared else set())
+    part: dict[str, Any] = {name: tensor for name, tensor in rows.tensors().items() if name in names}
+    if units_U is not None:
+        part = rows.part(units_U, names)
+    texts = texts_of_rows(**part) if passes.shared else None
+    return passes.split(part["lengths_B"], 1 if units_U is None else rows.rows_per_unit, ranks, texts)
 
 
 def _seed_of(*numbers: int) -> int:

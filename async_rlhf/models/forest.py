@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.models.scatter import moved
 
 Range: TypeAlias = tuple[int, int]
 """Start and stop of tokens of a sequence that follow one another."""
@@ -146,7 +147,7 @@ class Forest:
     def __init__(self, branches: list[Branch], device: torch.device, context: ContextGroup = WHOLE) -> None:
         def bounds(lengths: Iterable[int]) -> Tensor:
             numbers = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            return numbers.to(device, non_blocking=True)
+            return moved(numbers, device)
 
         self.branches, self.device, self.context = branches, device, context
         keys = [branch.length + branch.position for branch in branches]
@@ -161,7 +162,7 @@ class Forest:
         if any(branch.before for branch in branches):
             ranges = [r for b in branches for r in (*b.before, (b.start, b.start + b.length))]
             places = torch.from_numpy(np.concatenate([np.arange(*r) for r in ranges]))
-            self.keys, self.key_starts = places.to(device, non_blocking=True), bounds(keys)
+            self.keys, self.key_starts = moved(places, device), bounds(keys)
 
     def with_text(self, length: int) -> Forest:
         """The same, followed by a text of so many tokens."""
@@ -215,7 +216,7 @@ class Forest:
             seen = _seen(self.calls[number], window)
             if seen is not None:
                 bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[None, None]
-                seen = bias.to(self.device, non_blocking=True)
+                seen = moved(bias, self.device)
             self._masks[key] = seen
         return self._masks[key]
 

@@ -26,6 +26,7 @@ from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
 from async_rlhf.models.packing import Layout, laid_out, seen_by_head, states_at
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import in_shares, pad_rows
+from async_rlhf.models.scatter import moved
 from async_rlhf.types import PolicyOutput
 
 logger = logging.getLogger(__name__)
@@ -97,13 +98,13 @@ def _places(mask_BT: Tensor) -> Tensor:
 
 def _tokens(tokens_BT: Tensor, places_N: Tensor, device: torch.device) -> Tensor:
     """Tokens at places, on a device."""
-    return tokens_BT.flatten()[places_N.to(tokens_BT.device, non_blocking=True)].to(device, non_blocking=True)
+    return moved(tokens_BT.flatten()[moved(places_N, tokens_BT.device)], device)
 
 
 def _in_rows(values_N: Tensor, places_N: Tensor, tokens_BT: Tensor) -> Tensor:
     """(B, T) float32: the values at their places, 0 elsewhere."""
     empty_BT = torch.zeros(tokens_BT.shape, dtype=torch.float32, device=values_N.device)
-    places_N = places_N.to(values_N.device, non_blocking=True)
+    places_N = moved(places_N, values_N.device)
     return empty_BT.flatten().index_copy(0, places_N, values_N).view_as(empty_BT)
 
 
@@ -180,7 +181,7 @@ def response_logprobs(
     (logprobs_U, entropies_U), states_UH = _over_logits(model, rows, unequal_U, reduce)
 
     def in_rows(values_U: Tensor) -> Tensor:
-        values_N = values_U if number_N is None else values_U[number_N.to(values_U.device, non_blocking=True)]
+        values_N = values_U if number_N is None else values_U[moved(number_N, values_U.device)]
         return context.joined(_in_rows(values_N, places_N, tokens_BT))
 
     values_BT = None if value_head is None else in_rows(_scalars(value_head, states_UH))
@@ -273,7 +274,7 @@ def _at_ends(
     if isinstance(own, slice):
         return found_N
     # The rank that has the end of a row has computed its number.
-    places_N = own.nonzero().squeeze(1).to(found_N.device, non_blocking=True)
+    places_N = moved(own.nonzero().squeeze(1), found_N.device)
     return context.joined(found_N.new_zeros(own.shape).index_copy(0, places_N, found_N))
 
 
@@ -330,9 +331,18 @@ class PolicyAndValueWrapper(nn.Module):
 class RewardWrapper(PolicyAndValueWrapper):
     """A reward model that is trained, in the policy's place; its rows are all sampled, up to their ends."""
 
-    def forward(self, tokens_BT: Tensor, sampled_BT: Tensor, *rest: Any) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        tokens_BT: Tensor,
+        sampled_BT: Tensor,
+        temperature: float,
+        with_entropies: bool = False,
+        positions_BT: None = None,
+        routes_BTLE: None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
         """See :func:`reward_scores`."""
-        lengths_B, device = last_sampled(sampled_BT) + 1, rest[-1]
+        lengths_B = last_sampled(sampled_BT) + 1
         return reward_scores(self.policy, tokens_BT, lengths_B, context=self.context, device=device)
 
 

@@ -2,9 +2,9 @@
 
 Packed rows are one sequence (1, N) whose position ids begin anew at each row. Everything but attention treats a token
 by itself, so it needs no change. Attention must not look into another row: transformers' masks for that would have
-N x N elements, so the model's attention function is called for each row instead, or once with the bounds of the rows
-where PyTorch has a kernel for it (on GPUs, in 16 bits). It gets to know the rows by an argument that transformers hands
-through to it. Layers that are computed again for the backward pass get the same argument again.
+N x N elements, so attention gets to know the rows by an argument that transformers hands through to it (attention.py).
+Layers that are computed again for the backward pass get the same argument again. What rows have in common at their
+beginning stands in the sequence once (forest.py).
 
 Rows that several ranks share (distributed/context.py) take the same way, padded ones too: a model gets this rank's part
 of each, and its attention the whole of it.
@@ -18,30 +18,26 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PretrainedConfig, PreTrainedModel
 
 from async_rlhf.config.base import require
 from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.models.attention import KIND
 from async_rlhf.models.forest import Branch, Forest, grown, walk
 from async_rlhf.models.routing import ROUTES, no_route
+from async_rlhf.models.scatter import moved
 
 logger = logging.getLogger(__name__)
 
 Packing = Literal["auto", True, False]
-_Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values: (B, H, T, D)."""
 _MARK, _SHARES = "_rows_are_packed", "_rows_are_a_forest"
-_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _LAYERS = {"full_attention", "sliding_attention"}
 """The kinds of layers, as configurations name them, that look at other tokens by the attention function alone."""
 WINDOWED = {
@@ -107,7 +103,7 @@ class Layout(NamedTuple):
         """
         places_N = self._whole(places_N)
         places_N = places_N if self.cut is None else self.cut.at(places_N)
-        return places_N.to(self.device, non_blocking=True) if move else places_N
+        return moved(places_N, self.device) if move else places_N
 
     def has(self, places_N: Tensor) -> Tensor | slice:
         """Which of these places this rank has; all, if ranks do not share the rows."""
@@ -145,7 +141,7 @@ def laid_out(
     """
     device = tokens_BT.device if device is None else device
     if not is_packed(model) and positions_BT is None:
-        tokens_BT = tokens_BT.to(device, non_blocking=True)
+        tokens_BT = moved(tokens_BT, device)
         rows = Layout({"input_ids": tokens_BT, "use_cache": False, **_routes(routes_BTLE, device)})
     else:
         if lengths_B is None:
@@ -175,7 +171,7 @@ def _routes(routes_BTLE: Tensor | None, device: torch.device, cells: Tensor | No
         return {}
     if cells is not None:
         routes_BTLE = routes_BTLE.flatten(0, 1)[cells.to(routes_BTLE.device)]
-    return {ROUTES: routes_BTLE.to(device, non_blocking=True)}
+    return {ROUTES: moved(routes_BTLE, device)}
 
 
 def _split(
@@ -184,7 +180,7 @@ def _split(
     """A row for each text. What stands behind it, in place of padding, is as good: no token sees a later one."""
     longest = int(lengths_S.max())
     cells_ST = (starts_S[:, None] + torch.arange(longest)).clamp(max=tokens_BT.numel() - 1)
-    tokens_ST = tokens_BT.flatten()[cells_ST.to(tokens_BT.device)].to(device, non_blocking=True)
+    tokens_ST = moved(tokens_BT.flatten()[cells_ST.to(tokens_BT.device)], device)
     inputs = {"input_ids": tokens_ST, "use_cache": False, **_routes(routes_BTLE, device, cells_ST)}
     return Layout(inputs, starts_S, starts_S - torch.arange(len(starts_S)) * longest)
 
@@ -238,8 +234,8 @@ def _packed(
         positions_N[start:stop] = torch.arange(position, position + stop - start)
     tokens_N = tokens_BT.flatten()[places_N.to(tokens_BT.device)]
     inputs = {
-        "input_ids": tokens_N[None].to(device, non_blocking=True),
-        "position_ids": positions_N[None].to(device, non_blocking=True),
+        "input_ids": moved(tokens_N[None], device),
+        "position_ids": moved(positions_N[None], device),
         "attention_mask": torch.empty(1, 1, 0, 0, device=device),  # replaces a mask of N x N, and fits no attention
         "forest": Forest(branches, device),
         "use_cache": False,
@@ -383,8 +379,8 @@ def obstacle_in_code(model: PreTrainedModel) -> str | None:
         return "whose attention cannot be replaced"
     if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:
         return "which takes no position ids"
-    if config._attn_implementation != "sdpa":
-        return f'whose attention is "{config._attn_implementation}", not "sdpa"'
+    if config._attn_implementation != KIND:
+        return f'whose attention is "{config._attn_implementation}", not "{KIND}"'
     if getattr(config, "output_router_logits", False):
         return "whose router reads the attention mask (output_router_logits)"
     if getattr(config, "sliding_window", None) and config.model_type not in WINDOWED:
@@ -444,84 +440,3 @@ def _difference(model: PreTrainedModel, device: torch.device, autocast: bool, sh
     limit = 1e-4 if right_NH.dtype == torch.float32 and not autocast else 0.1
     same = bool((found_NH - right_NH).abs().max() <= limit * right_NH.abs().max())
     return None if same else "which computes something else for packed rows"
-
-
-def _attention(
-    module: nn.Module,
-    query_BHTD: Tensor,
-    key_BHTD: Tensor,
-    value_BHTD: Tensor,
-    attention_mask: Tensor | None,
-    forest: Forest | None = None,
-    prefixes: Any = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention by PyTorch; the same for packed rows, for those that ranks share, and for a token of rows
-    that go on from shared keys and values (generation/decode_cache.py).
-    """
-    heads = query_BHTD, key_BHTD, value_BHTD
-    if prefixes is not None:
-        scale = options.get("scaling") or query_BHTD.shape[-1] ** -0.5
-        return prefixes.attend(module.layer_idx, *heads, attention_mask, scale), None
-    if forest is None:
-        return sdpa_attention_forward(module, *heads, attention_mask, **options)
-    window = options.pop("sliding_window", None) or None  # some models say 0 for none
-    if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
-        dtype = torch.get_autocast_dtype(query_BHTD.device.type)
-        heads = query_BHTD.to(dtype), key_BHTD.to(dtype), value_BHTD.to(dtype)
-    if forest.context.size > 1:
-        return _exchanged(module, heads, forest, sliding_window=window, **options), None
-    if len(query_BHTD) == 1 and _has_kernel(heads[0], heads[2]):
-        query, key, value = (part.squeeze(0).transpose(0, 1) for part in heads)
-        if forest.keys is not None:
-            key, value = key[forest.keys], value[forest.keys]
-        bounds = (forest.starts, forest.key_starts, forest.longest, forest.longest_keys)
-        # The last query of a branch is at its last key: so a window counts positions.
-        sees, grouped = (-1 if window is None else window - 1, 0), query.shape[1] != key.shape[1]
-        scale = options.get("scaling")
-        out_NHD = varlen_attn(query, key, value, *bounds, scale=scale, window_size=sees, enable_gqa=grouped)
-        assert isinstance(out_NHD, Tensor)  # more only if asked for
-        return out_NHD[None], None
-    return _in_calls(module, heads, forest, window, **options), None
-
-
-@torch.compiler.disable  # nothing is gained: what surrounds the exchange is attention's own kernel
-def _exchanged(module: nn.Module, heads: _Heads, forest: Forest, **options: Any) -> Tensor:
-    """Attention (B, T / C, H, D) of this rank's part of the sequence: that of its part of the heads, exchanged."""
-    context, (query, key, value) = forest.context, heads
-    query, key, value = map(context.exchanged, (query, context.repeated(key), context.repeated(value)))
-    out = _attention(module, query, key, value, None, forest.whole, **options)[0]
-    return context.exchanged(out)
-
-
-@torch.compiler.disable  # it would be unrolled
-def _in_calls(module: Any, heads: _Heads, forest: Forest, window: int | None, **options: Any) -> Tensor:
-    """Attention (B, N, H, D), a few branches at a time."""
-    groups = heads[0].shape[1] // heads[1].shape[1]
-    if getattr(module, "num_key_value_groups", groups) != groups:  # key heads that ranks repeat have fewer queries
-        module = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
-    lengths, cuts, found = [call.length for call in forest.calls], forest.cuts, []
-    # Split once: the gradient of each slice would be as large as the whole.
-    sizes = [stop - start for start, stop in pairwise(cuts)]
-    outside = [part.split(sizes, dim=2) if len(cuts) > 2 else () for part in heads[1:]]
-    for number, (query, *own) in enumerate(zip(*(part.split(lengths, dim=2) for part in heads), strict=True)):
-        if pieces := forest.pieces(forest.calls[number]):
-            own = [torch.cat([*(part[n] for n in pieces), last], 2) for part, last in zip(outside, own, strict=True)]
-        mask = forest.mask(number, window, query.dtype)
-        found.append(sdpa_attention_forward(module, query, *own, mask, **options)[0])
-    return torch.cat(found, dim=1)  # of one, too: compiled code distinguishes views
-
-
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch can compute attention of all packed rows at once."""
-    size = query.shape[-1]
-    fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
-    return fits and query.dtype in _SIXTEEN_BITS and runs_kernel(query.device)
-
-
-def runs_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has its kernel for packed rows there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-AttentionInterface.register("sdpa", _attention)

@@ -92,12 +92,13 @@ class Passes:
         """Units that begin alike, in an order in which each shares the most with the one before."""
         trees, rows, last = list[list[_Unit]](), len(lengths[0]) if lengths else 1, list[np.ndarray]()
         units = [[*chain(*texts[n * rows : (n + 1) * rows])] for n in range(len(lengths))] if texts else []
-        for number in walk([unit[0] for unit in units])[0] if texts else range(len(lengths)):
+        order, alike = walk([unit[0] for unit in units]) if texts else (range(len(lengths)), [0] * len(lengths))
+        for number, shared in zip(order, alike, strict=True):
             tokens, whole = sum(lengths[number]), sum(map(self._cost, lengths[number]))
-            own = more = tokens
-            if texts:
+            own, more = tokens, tokens - shared
+            if texts and len(units[number]) + len(last) > 2:
                 own, more = size_of(units[number]), size_of([*last, *units[number]]) - size_of(last)
-                last = units[number]
+            last = units[number] if texts else last
             if more == own or not trees:
                 trees.append([])
             # What is shared costs nothing; the rest looks at as many tokens as alone.

@@ -123,6 +123,13 @@ def _sent(dtype: torch.dtype) -> torch.dtype:
     return _SENT.get(dtype, dtype)
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. A GPU gets it from pinned memory, so the host goes on meanwhile."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def in_one_copy(rows: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Rows on the CPU, on a device. On a GPU they arrive by one copy from pinned memory: the host goes on meanwhile,
     while each copy from other memory would wait for what the GPU has to do before.

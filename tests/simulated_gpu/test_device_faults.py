@@ -28,7 +28,9 @@ REFUSED = {
     "tokens of the learner left on the host": refused(
         "learner.learner:Learner._add", '"device": device', '"device": None'
     ),
-    "micro-batch left on the host": refused("learner.learner:Learner._backward", "in_one_copy(part, device)", "part"),
+    "micro-batch left on the host": refused(
+        "learner.learner:Learner._backward", "in_one_copy(of_loss, device)", "of_loss"
+    ),
     "tokens of the reward model left on the host": refused(
         "models.forward:score_padded", "context=context, device=device", "context=context"
     ),
@@ -96,7 +98,9 @@ REFUSED = {
         "models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"
     ),
     "tokens on another GPU": refused(
-        "models.forward:score_padded", "context=context, device=device", 'context=context, device="cuda:1"'
+        "models.forward:score_padded",
+        "context=context, device=device",
+        'context=context, device=torch.device("cuda:1")',
     ),
 }
 REQUIRED = {
@@ -132,8 +136,11 @@ TOO_DEAR = {
     "micro-batch moved while the host waits": too_dear(
         update_twice,
         "learner.learner:Learner._backward",
-        "in_one_copy(part, device)",
+        "in_one_copy(of_loss, device)",
         "{name: x.to(device) for name, x in part.items()}",
+    ),
+    "what the model reads comes from memory that is not pinned": too_dear(
+        update_twice, "models.scatter:moved", "tensor = tensor.pin_memory()", "pass"
     ),
     "logits in float64": too_dear(
         update_twice,
