@@ -11,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,10 @@ import torch
 import yaml
 from forked import be_script, start_forked
 from safetensors.torch import load_file
-from tiny import byte_tokenizer, json_rows, tiny_config
+from tiny import PROMPTS, byte_tokenizer, json_rows, new_args, new_policy, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
+from async_rlhf import OnlineTrainer
 from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.relabel import run_relabel
@@ -31,6 +33,7 @@ from async_rlhf.commands.table import COMMANDS
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.config.parsing import parse
+from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.sweep.command import start_jobs
 from async_rlhf.studies.sweep.config import SweepConfig
@@ -374,3 +377,61 @@ def test_the_examples_of_the_page_on_episodes(section, stand_in, tmp_path, monke
     assert process.wait(300) == 0, (tmp_path / "log").read_text()
     line = (tmp_path / "runs/mine/metrics.jsonl").read_text("utf-8").splitlines()[-1]
     assert json.loads(line)["episode/turns"] >= 1
+
+
+PEOPLE = "recipes/feedback/people.py"
+
+
+def test_a_person_gives_the_rewards_of_a_batch(tmp_path):
+    """More stars for more letters; a run that is repeated asks nobody, and without answers prompts are left out."""
+    folder, shown = tmp_path / "people", []
+    ended = threading.Event()
+
+    def answers() -> None:
+        while not ended.wait(0.02):
+            for file in folder.glob("*.json"):
+                row = json.loads(file.read_text())
+                if row["stars"] is None:
+                    shown.append(file.name)
+                    file.write_text(json.dumps({**row, "stars": 1 + min(4, sum(map(str.isalpha, row["completion"])))}))
+
+    def train(name: str, options: str = "", seed: int = 0, **changes) -> tuple[list[dict], dict]:
+        rewards = load_reward_functions([f"{PEOPLE}:people(folder={str(folder)!r}, every=0.02{options})"])
+        args = new_args(tmp_path, name, total_episodes=8, seed=seed, num_samples_logged=100, **changes)
+        OnlineTrainer(new_policy(), args, PROMPTS, reward_funcs=rewards, processing_class=byte_tokenizer()).train()
+        return json_rows(tmp_path / name / "samples.jsonl"), json_rows(tmp_path / name / "metrics.jsonl")[-1]
+
+    person = threading.Thread(target=answers)
+    person.start()
+    try:
+        samples, metrics = train("asked")
+    finally:
+        ended.set()
+        person.join()
+    given = [min(4, sum(map(str.isalpha, row["completion"]))) / 4 for row in samples]
+    assert [row["score"] for row in samples] == given
+    assert len(set(given)) > 1
+    assert metrics["reward/rated"] == pytest.approx(sum(given) / len(given))
+    assert train("repeated")[0] == samples
+    assert sorted(shown) == sorted(file.name for file in folder.iterdir())  # each once
+    unanswered, metrics = train("alone", ", patience=0.1", seed=1, reward_errors="skip")
+    assert metrics["reward/skipped"] == len(unanswered)
+    assert {row["score"] for row in unanswered} == {None}
+
+
+def test_a_person_is_asked_in_a_terminal(tmp_path):
+    """What is no number of stars is asked again, and what an editor is writing counts as unanswered."""
+    people = runpy.run_path(PEOPLE)
+    (file,) = people["ask"](tmp_path, ["2 + 2"], ["5"])
+    with subprocess.Popen([sys.executable, PEOPLE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asks:
+        asks.stdin.write(b"7\n2\n")
+        asks.stdin.flush()
+        while people["stars"](file) is None:
+            assert asks.poll() is None
+        asks.kill()
+        assert asks.stdout.read().count(b"2 + 2\n--\n5\n") == 2
+    file.write_text('{"stars": ')
+    assert people["stars"](file) is None
+    file.write_text('{"stars": 6}')
+    with pytest.raises(TypeError, match=r"json: got 6; stars must be a whole number from 1 to 5"):
+        people["stars"](file)
