@@ -18,12 +18,13 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
+from async_rlhf.config.spelling import dropped
 from async_rlhf.system.errors import DiffersError, NothingLearntError, UserCodeError, frames_of, last_place
 from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 30.0
-_FIRST = {**dict.fromkeys(("replay", "explain", "feedback", "workers"), "run"), "recipes": "name", "config": "file"}
+_FIRST = {**dict.fromkeys(("replay", "explain", "workers"), "run"), "recipes": "name", "config": "file"}
 _FIRST |= {"sweep": "config", "certify": "config"}
 """The option that a command's first word is for."""
 
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"async-rlhf {async_rlhf.__version__}")
         sys.exit(0)
     if words[0] not in COMMANDS:
-        print(f"async-rlhf: got {words[0]!r}; must be one of {', '.join(COMMANDS)}", file=sys.stderr)
+        right = dropped(words[0]) or f"must be one of {', '.join(COMMANDS)}"
+        print(f"async-rlhf: got {words[0]!r}; {right}", file=sys.stderr)
         sys.exit(2)
     sys.exit(_run(words[0], words[1:]))
 
@@ -132,7 +134,7 @@ def _tell(name: str, message: str, frames: str = "") -> None:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """Short forms as options: ``replay``, ``explain`` and ``feedback RUN`` as ``--run RUN``, ``workers RUN N`` too,
+    """Short forms as options: ``replay RUN`` and ``explain RUN`` as ``--run RUN``, ``workers RUN N`` too,
     ``report A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``recipes NAME`` as ``--name NAME``,
     ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as ``--train.resume=true``, ``sft --resume`` as
     ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""

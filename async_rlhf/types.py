@@ -199,19 +199,6 @@ class Group:
     samples: tuple[Sample, ...]
 
 
-class Labels(NamedTuple):
-    """What people said of a batch by the time that it was trained on."""
-
-    sampled_as: int
-    """Its number in the order of sampling: batches are trained on in the order in which their labels are there."""
-    rewards_PK: tuple[tuple[float | None, ...], ...]
-    """From 0 to 1; None for a completion without a label."""
-    completions: str = ""
-    """A fingerprint of what was labelled."""
-    is_logged: bool = False
-    """Whether the run's own file has them already."""
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Everything sampled for one batch. ``index`` counts from 1, as in the schedule."""
@@ -227,8 +214,6 @@ class Batch:
     oldest of them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Measurements of the generator."""
-    labels: Labels | None = None
-    """On rank 0, of a batch that people were asked about."""
 
     @property
     def samples(self) -> list[Sample]:

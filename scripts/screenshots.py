@@ -1,11 +1,10 @@
-"""Pictures of pages: a report in the light on a desk, and in the dark on a phone; what asks people; the site.
+"""Pictures of pages: a report in the light on a desk, and in the dark on a phone; the site.
 
     python scripts/screenshots.py runs/quickstart/report.html docs/commands
-    python scripts/screenshots.py 'http://127.0.0.1:8642/?token=TOKEN' docs/commands   # of async-rlhf feedback RUN
     python scripts/screenshots.py site /tmp   # of make site
 
-Needs Chromium. It writes report_light.png and report_dark_phone.png, or feedback.png, or the site's first page, wide
-and narrow, in the light and in the dark: site_1280_light.png and so on.
+Needs Chromium. It writes report_light.png and report_dark_phone.png, or the site's first page, wide and narrow, in the
+light and in the dark: site_1280_light.png and so on.
 """
 
 from __future__ import annotations
@@ -31,17 +30,6 @@ def main(page: Path, folder: Path) -> None:
         shown.screenshot(folder / "report_dark_phone.png")
 
 
-def ask(url: str, folder: Path) -> None:
-    """Take the one of a question."""
-    with browser() as shown:
-        shown.call("Emulation.setDeviceMetricsOverride", width=900, height=420, deviceScaleFactor=1, mobile=False)
-        shown.call("Page.navigate", url=url)
-        shown.wait_for("document.getElementById('who')?.hidden === false")
-        shown.run("document.getElementById('name').value = 'ada'; document.querySelector('#who button').click()")
-        shown.wait_for("!document.getElementById('question').hidden")
-        shown.screenshot(folder / "feedback.png")
-
-
 def first_page(site: Path, folder: Path) -> None:
     """Take those of the site, which has no search without a server; a browser that is new has chosen no colours."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=site))
@@ -62,7 +50,4 @@ def first_page(site: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     place, out = sys.argv[1], Path(sys.argv[2])
-    if place.startswith("http"):
-        ask(place, out)
-    else:
-        (first_page if Path(place).is_dir() else main)(Path(place), out)
+    (first_page if Path(place).is_dir() else main)(Path(place), out)

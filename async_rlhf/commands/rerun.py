@@ -13,7 +13,7 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
-from async_rlhf.run.folder import FEEDBACK, METRICS
+from async_rlhf.run.folder import METRICS
 from async_rlhf.run.record import RUN_FILE, first_time, unnamed_in
 from async_rlhf.system.errors import DiffersError
 
@@ -55,7 +55,7 @@ def without_uploads(config: OnlineConfig, run: Path, output_dir: Path, **changes
     """How a run is repeated in another folder, from its beginning: it saves no checkpoints, and sends nothing anywhere.
 
     Args:
-        config: of the run, whose environments and people say what they said there.
+        config: of the run, whose environments say what they said there.
         run: its folder, where it is now.
         output_dir: the other folder.
         changes: more keys, which come before these.
@@ -71,8 +71,6 @@ def without_uploads(config: OnlineConfig, run: Path, output_dir: Path, **changes
     replies = run / EPISODES
     if replies.is_file():
         common["generation"] = replace(config.generation, replies_from=str(replies))
-    if config.feedback.ask is not None:
-        common["feedback"] = replace(config.feedback, labels_from=str(run / FEEDBACK))
     return replace(config, **{"output_dir": str(output_dir), **common, **hub, **changes})
 
 

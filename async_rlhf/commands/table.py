@@ -46,10 +46,6 @@ COMMANDS = {
     "report": Command(
         "make one HTML page of runs: curves, timeline, warnings, samples", "studies.report.config:ReportConfig"
     ),
-    "feedback": Command(
-        "ask people about a run's completions, or write down what they have said",
-        "studies.feedback.config:PeopleConfig",
-    ),
     "recipes": Command("list the recipes, or copy one to here", "commands.recipes:RecipesConfig"),
     "config": Command(
         "migrate FILE: rewrite the original's YAML in our format",

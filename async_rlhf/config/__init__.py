@@ -8,5 +8,5 @@ from async_rlhf.config.online import AdapterConfig, LoRAConfig, OnlineConfig
 from async_rlhf.config.parallel import ParallelConfig
 from async_rlhf.config.policy import GroupConfig, KLConfig, KLPenaltyConfig, OffPolicyConfig, RatioConfig
 from async_rlhf.config.ray import RayConfig
-from async_rlhf.config.rewards import FeedbackConfig, JudgeConfig
+from async_rlhf.config.rewards import JudgeConfig
 from async_rlhf.config.stages import NewModelConfig, PairsConfig, RelabelConfig, RewardConfig, SFTConfig

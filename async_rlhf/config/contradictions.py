@@ -39,7 +39,6 @@ def check_together(config: OnlineConfig) -> None:
     right = 'must be null with placement "inline", where nothing is sent'
     config.require(size is None or config.placement != "inline", "generation.prompts_per_request", right)
     _check_evaluation(config)
-    _check_feedback(config)
     _check_generation(config)
     if config.router_replay:
         _check_router_replay(config)
@@ -101,19 +100,6 @@ def _check_trained(config: OnlineConfig) -> None:
     config.require(most is None or most % steps == 0, "trained_prompts", right)
     right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
     config.require(most is None or config.samples_per_prompt > 1, "trained_prompts", right)
-
-
-def _check_feedback(config: OnlineConfig) -> None:
-    """Refuse questions that cannot be asked, and lags that no batch has."""
-    feedback = config.feedback
-    if feedback.ask is None:
-        feedback.leaves_out(("answers", "max_lag", "labels_from"), "without feedback.ask", "feedback.")
-        return
-    right = "must be at least 2 to compare two completions of a prompt"
-    config.require(feedback.ask == "rate" or config.samples_per_prompt > 1, "samples_per_prompt", right)
-    right, most = f"must be at least the staleness, which is {config.staleness}", feedback.max_lag
-    config.require(most is None or most >= config.staleness, "feedback.max_lag", right)
-    config.require(config.staleness_mode == "exact", "staleness_mode", 'must be "exact" with feedback.ask')
 
 
 def _check_evaluation(config: OnlineConfig) -> None:

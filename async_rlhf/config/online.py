@@ -21,7 +21,6 @@ from async_rlhf.config.common import (
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.ray import RayConfig
-from async_rlhf.config.rewards import FeedbackConfig
 
 if TYPE_CHECKING:
     from async_rlhf.config.policy import KLConfig
@@ -222,8 +221,6 @@ class OnlineConfig(TrainingConfig):
     )
     """How often a reward function that raises is called again, after 1, 2, 4 ... seconds, but not beyond
     reward_timeout."""
-    feedback: FeedbackConfig = key(FeedbackConfig)
-    """Labels that people give while the run goes on."""
     logging_steps: int = key(1, at_least(1), role="log")
     """Batches between two lines in the log."""
     save_steps: int = key(0, at_least(0), may_change=_KEPT)

@@ -24,7 +24,7 @@ import yaml
 from async_rlhf.config import environment
 from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.spelling import check_words, instead_of, meant
+from async_rlhf.config.spelling import check_words, dropped, is_idle, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
@@ -157,7 +157,7 @@ class _Values:
             if key in self._options:
                 self._found[key] = value, is_text
                 continue
-            if instead_of(key) and not value:  # as an earlier version wrote it where it was not used
+            if dropped(key) and is_idle(key, value):  # in run.yml of an earlier version
                 continue
             if key not in self.groups:
                 shown, nearest = key if key.isprintable() else repr(key), meant(key, self._options, "")

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, key, require
 from async_rlhf.config.secrets import HIDDEN, apart, is_masked
@@ -154,39 +154,7 @@ class JudgeConfig(EndpointConfig):
         self.require(self.url is None or self.model != "", "model", "name the model at judge.url")
 
 
-@dataclass(frozen=True)
-class FeedbackConfig(Checked):
-    """People who say what completions are worth, whenever they get to it: ``async-rlhf feedback RUN``.
-
-    Their labels are a reward from 0 to 1, to which others are added. A batch waits for its labels while others, whose
-    labels are there, are trained on.
-    """
-
-    ask: Literal["compare", "rate"] | None = None
-    """ "compare" asks for the better one of each two completions of a prompt: a completion's reward is the share of the
-    others that it beats, ties half. "rate" asks for 1 to 5 stars for each completion. null asks nobody."""
-    answers: int = key(1, at_least(1))
-    """People who have to answer each question. Their mean counts."""
-    max_lag: int | None = key(None, at_least(0))
-    """The largest lag, in batches, at which a batch is trained on; at least the staleness. Where training on a batch
-    with all of its labels would make another one older, that one is trained on instead with the labels that it has, and
-    completions without one are left out and counted (`feedback/unlabelled`). null lets every batch wait until all of
-    its labels are there. Either way the learner waits while no batch has all of them."""
-    labels_from: str | None = key(None, role="place", names="file")
-    """The feedback.jsonl of a run whose labels are repeated, in the order in which they came there; nobody is asked.
-    `replay` and `explain` set it."""
-
-
-def check_rewards(judged: bool, held_out: bool, feedback: FeedbackConfig, reward_model: object) -> None:
-    """Require something to train on.
-
-    Args:
-        judged: whether there is a reward that needs no people.
-        held_out: whether there are held-out prompts, about which nobody is asked.
-        feedback: what people are asked.
-        reward_model: for the error.
-    """
-    right = "give a reward_model, reward_funcs, an environment, an agent or feedback.ask, or several of them"
-    require(judged or feedback.ask is not None, "reward_model", reward_model, right)
-    right = "must be given to judge held-out prompts, about which nobody is asked"
-    require(judged or not held_out, "reward_model", reward_model, right)
+def check_rewards(judged: bool, reward_model: object) -> None:
+    """Require something to train on; the reward model is for the error."""
+    right = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
+    require(judged, "reward_model", reward_model, right)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
-from async_rlhf.config.base import ConfigError
+from async_rlhf.config.base import ConfigError, dotted
 
 _ELSEWHERE = {
     "num_generations": "train.samples_per_prompt",
@@ -26,14 +26,25 @@ _ELSEWHERE = {
 """What other trainers, or earlier versions, call a key, and our name for it."""
 
 DROPPED: dict[str, str] = {
-    "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts"
+    "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts",
+    "feedback": "use a reward function that asks people: recipes/feedback",
 }
-"""Keys of earlier versions, without `train.` before them, and what to do instead."""
+"""Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
+_IDLE = {"feedback.answers": 1}
+"""What such keys held without being of use, where that was not nothing."""
 
 
-def instead_of(key: str) -> str | None:
-    """What to do instead of a key of earlier versions; None if it is none."""
-    return DROPPED.get(key.replace("-", "_").removeprefix("train."))
+def dropped(key: str) -> str:
+    """The end of an error about a key or command of earlier versions; empty for any other."""
+    name = key.replace("-", "_").removeprefix("train.")
+    instead = next((instead for old, instead in DROPPED.items() if f"{name}.".startswith(f"{old}.")), "")
+    return instead and f"it was dropped in 0.1.0: {instead}"
+
+
+def is_idle(key: str, value: Any) -> bool:
+    """Whether a key that was dropped, or each of a group of them, has a value that made no use of it."""
+    values = dotted({key.removeprefix("train."): value})
+    return all(not each or each == _IDLE.get(name) for name, each in values.items())
 
 
 def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,9 +54,9 @@ def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: it made use of one.
     """
     for key, value in saved.items():
-        if value and (instead := instead_of(key)):
-            raise ConfigError(f"{key}: the earlier run has {value!r}; it was dropped in 0.1.0: {instead}")
-    return {key: value for key, value in saved.items() if instead_of(key) is None}
+        if dropped(key) and not is_idle(key, value):
+            raise ConfigError(f"{key}: the earlier run has {value!r}; {dropped(key)}")
+    return {key: value for key, value in saved.items() if not dropped(key)}
 
 
 def check_words(words: Sequence[str], options: Collection[str], known: Mapping[str, Any], command: str) -> None:
@@ -78,8 +89,8 @@ def meant(key: str, known: Collection[str], dashes: str) -> str:
     """The end of an error: what to do instead of a key of earlier versions; or which key may be meant, with what stands
     before it; nothing if none is like it.
     """
-    if instead := instead_of(key):
-        return f"; it was dropped in 0.1.0: {instead}"
+    if end := dropped(key):
+        return f"; {end}"
     found = nearest(key, known)
     return "" if found is None else f"; did you mean {dashes}{found}?"
 

@@ -129,8 +129,6 @@ class Scorer:
         self._callable: dict[str, RewardFunction] = {**self.reward_funcs, **self._processes}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
-        if config.feedback.ask is not None:
-            self._weights["feedback"] = 1.0
         try:
             json.dumps(self.state())
         except (TypeError, ValueError) as error:
@@ -169,12 +167,6 @@ class Scorer:
             failed_R = failed_R | fails_R
         if self.reward_funcs:
             metrics["time/reward_funcs"] = judged.seconds
-        if batch.labels is not None:
-            said = [math.nan if label is None else label for labels in batch.labels.rewards_PK for label in labels]
-            rewards["feedback"] = torch.tensor(said, dtype=torch.float64)
-            why["nobody has labelled it"] = rewards["feedback"].isnan()
-            failed_R = failed_R | rewards["feedback"].isnan()
-            metrics["feedback/unlabelled"] = float(rewards["feedback"].isnan().sum())
         scores_R = self.total(rewards, failed_R, samples, self.config)
         if self.skip:
             metrics["reward/skipped"] = float(scores_R.isnan().sum())
@@ -409,7 +401,7 @@ _ABOUT_LENGTH = ("val/num_eos_tokens", "val/ended_share", "val/response_length")
 
 def _by_name(functions: Sequence[RewardFunction], with_model: bool) -> dict[str, RewardFunction]:
     """Functions of the same name become f, f_2, f_3, and so does one with the name of something else."""
-    named, taken = dict[str, RewardFunction](), {"skipped", "feedback", *(["model"] if with_model else [])}
+    named, taken = dict[str, RewardFunction](), {"skipped", *(["model"] if with_model else [])}
     for function in functions:
         first = name = function_name(function)
         number = 2

@@ -216,7 +216,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     algorithm = _algorithm(config, inputs.algorithm)
     _check_stop(config, inputs)
     judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or inputs.world.gives_rewards
-    check_rewards(judged, inputs.eval_dataset is not None, config.feedback, inputs.reward_model)
+    check_rewards(judged, inputs.reward_model)
     inputs.world.check(config.generation.max_turns)
     copied = algorithm.needs(config).copies_reward and inputs.value_model is None
     check_bits(config.reward_model_bits, inputs.reward_model, copied)
@@ -533,7 +533,7 @@ def _value(
 
 def _sampling(config: OnlineConfig, policy: PreTrainedModel, chat: ChatTemplate, inputs: Inputs) -> SamplingParams:
     generation = config.generation
-    judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or config.feedback.ask is not None
+    judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0
     return SamplingParams(
         samples_per_prompt=config.samples_per_prompt,
         temperature=generation.temperature,

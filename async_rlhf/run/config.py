@@ -122,7 +122,7 @@ class RunConfig(Checked):
         if self.reward_model is None:
             self.leaves_out(["train.reward_model_weight"], "without reward_model")
         judged = self.reward_model is not None or len(self.reward_funcs) > 0 or self.world.gives_rewards
-        check_rewards(judged, held, self.train.feedback, self.reward_model)
+        check_rewards(judged, self.reward_model)
         check_functions(self.tools, "tools")
         for name in ("environment", "agent"):
             check_functions([] if getattr(self, name) is None else [getattr(self, name)], name)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FINAL = "final"
 """The folder of the policy after the last batch."""
 METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
-EVAL_SAMPLES, FEEDBACK = "eval_samples.jsonl", "feedback.jsonl"
+EVAL_SAMPLES = "eval_samples.jsonl"
 REPORT = "report.html"
 """The page about the run (``async-rlhf report``), which the command writes at the end."""
 REPORT_MARK = '<meta name="generator" content="async-rlhf report">'
@@ -37,7 +37,7 @@ _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
 _LOG = re.compile(
-    r"(metrics|samples|eval_samples|schedule|episodes|feedback)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html"
+    r"(metrics|samples|eval_samples|schedule|episodes)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html"
 )
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
@@ -68,7 +68,6 @@ def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
     """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
     more = [SCHEDULE] if config.staleness_mode == "bounded" else []
     more += [EPISODES] if config.generation.max_turns is not None else []
-    more += [FEEDBACK] if config.feedback.ask is not None else []
     return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 

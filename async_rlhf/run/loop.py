@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
-from async_rlhf.run.feedback import labels_row
-from async_rlhf.run.folder import EVAL_SAMPLES, FEEDBACK, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
+from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.learning_warning import idle_warning, nothing_learnt
 from async_rlhf.run.manifest import write_whole
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 PHASES = ("wait", "mismatch", "score", "annotate", "train", "publish")
 """Spans of the learner whose durations are logged."""
-_WAIT = 0.2
-"""Seconds between two looks for labels."""
 TABLE_ROWS = 200
 """Rows of an evaluation that trackers show; all are in a file of the run."""
 
@@ -158,14 +155,6 @@ class Loop:
             **own,
         )
 
-    def _ends(self) -> bool:
-        """Whether a rank was told to save and end. Asked once: it may become true at any moment, and on one alone."""
-        return any(self.run.ranks.gather("end?", self.stop_asked()))
-
-    def _end(self) -> NoReturn:
-        self._finish_save(wait=True)
-        raise SystemExit(0)
-
     def _after_batch(self, batch: Any, metrics: dict[str, float]) -> bool:
         """Log, evaluate and save as the callbacks say. Returns whether the run must stop."""
         run, state, prompts = self.run, self.run.callbacks.state, self.run.config.batch_size
@@ -175,11 +164,13 @@ class Loop:
         if run.ranks.is_main:
             self._log(batch, metrics, control.should_log)
         self._evaluate(control, state.global_step)
-        stop = self._ends()
+        # Asked once: it may become true at any moment, and on one rank alone.
+        stop = any(run.ranks.gather("end?", self.stop_asked()))
         if run.ranks.broadcast("save?", lambda: stop or (control.should_save and self._saves_now)):
             self.save()
         if stop:
-            self._end()
+            self._finish_save(wait=True)
+            raise SystemExit(0)
         return run.ranks.broadcast("stop?", lambda: control.should_training_stop)
 
 
@@ -229,17 +220,6 @@ class TrainingLoop(Loop):
         run.callbacks.end()
         return run.ranks.broadcast("final state", lambda: run.callbacks.state)
 
-    def wait_for_people(self) -> None:
-        """Wait a little. A run that is told to end meanwhile does so, with a checkpoint of what it has trained."""
-        run, batch = self.run, self.run.callbacks.state.global_step
-        self._finish_save()
-        if self._ends():
-            there = run.ranks.broadcast("saved?", lambda: Checkpoints(run.folder.path).path(batch).exists())
-            if batch > 0 and not there:
-                self.save()
-            self._end()
-        time.sleep(_WAIT)
-
     @property
     def _beside(self) -> list[Write]:
         return [self._write_card]
@@ -279,8 +259,6 @@ class TrainingLoop(Loop):
             self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
         for row in episode_rows(scored.batch.index, scored.batch.groups) if EPISODES in self.logs else ():
             self.logs[EPISODES].write(row)
-        if scored.batch.labels is not None and not scored.batch.labels.is_logged:
-            self.logs[FEEDBACK].write(labels_row(scored.batch))
         if (idle := idle_warning(self.run.callbacks.state)) is not None:
             logger.warning("%s", idle)
         if scored.batch.index == 1:

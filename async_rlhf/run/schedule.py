@@ -10,8 +10,7 @@ worker samples with the newest version that exists when it starts: the schedule'
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -20,7 +19,7 @@ from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.generation.protocol import Generator, SamplingParams, Version
 from async_rlhf.system.trace import Trace
-from async_rlhf.types import Batch, Group, Labels, Prompt, drawn_versions
+from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
 
 class StaleWeightsError(RuntimeError):
@@ -56,13 +55,7 @@ class RolloutSchedule:
         start: batches that a resumed run has already trained on.
         ahead: batches after those that it had already sampled.
         is_main: whether this is rank 0, which alone has the completions, and checks them.
-        labelled: gives the labels of the batch that is trained on at a step, of those that are under way, which are
-            None while they are sampled; None while no batch has them. Of rank 0 it is the answer that counts, and the
-            others get its number alone. Without it, batches are trained on in order.
     """
-
-    idle: Callable[[], None]
-    """Called again and again while no batch has its labels; it waits a little, and may raise."""
 
     def __init__(
         self,
@@ -78,7 +71,6 @@ class RolloutSchedule:
         start: int = 0,
         ahead: Sequence[Batch] = (),
         is_main: bool = True,
-        labelled: Callable[[int, Mapping[int, Batch | None]], Labels | None] | None = None,
     ) -> None:
         self.generator = generator
         self.prompts = prompts
@@ -90,50 +82,24 @@ class RolloutSchedule:
         self.recorded = recorded
         self.start = start
         self.is_main = is_main
-        self.labelled = labelled
         self._newest = -1
         self._ahead = {batch.index: batch for batch in ahead}
         self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
-        # A run that goes on has the batches in its checkpoint that it had not trained on, whatever their order.
-        taken = start + len(self._ahead) if start > 0 and labelled is not None else 0
-        self._trained = set(range(1, taken + 1)) - set(self._ahead)
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(self.start + 1, self.num_batches + 1):
-            labels = None if self.labelled is None else self._labels(index)
-            number = index if labels is None else labels.sampled_as
-            self._collect(number)
-            del self._asked[number]
-            yield replace(self._ahead.pop(number), index=index, labels=labels)
-
-    def _labels(self, step: int) -> Labels:
-        """The labels of the batch that is trained on at a step; waits until there are some."""
-        if step in self._asked:  # before the version after this step takes the place of the one that samples it
-            self._collect(step)
-        while (labels := self._labelled(step)) is None:
-            sampling = [index for index in sorted(self._asked) if index not in self._ahead]
-            if sampling:  # in this order always: what an engine is measured by adds up
-                self._collect(sampling[0])
-                continue
-            with self.trace.span("wait", batch=step):
-                while (labels := self._labelled(step)) is None:
-                    self.idle()
-            break
-        return labels
-
-    def _labelled(self, step: int) -> Labels | None:
-        assert self.labelled is not None
-        return self.labelled(step, {index: self._ahead.get(index) for index in sorted(self._asked)})
+            self._collect(index)
+            del self._asked[index]
+            yield self._ahead.pop(index)
 
     def ahead(self, trained: int) -> list[Batch]:
         """The batches under way that weights older than version ``trained`` sample, for a checkpoint after that batch.
 
         Waits for them: those weights are gone when the run is resumed. Version ``trained`` itself is in the checkpoint,
-        so the last batch under way, which it samples, can be sampled again; unless it has been collected already, and
-        what was found in it is in the checkpoint.
+        so the last batch under way, which it samples, can be sampled again.
         """
         last = trained + self.staleness + self.generator.at_once
-        older = sorted(index for index in self._asked if index <= last or index in self._ahead)
+        older = sorted(index for index in self._asked if index <= last)
         for index in older:
             self._collect(index)
         return [self._ahead[index] for index in older]
@@ -191,7 +157,7 @@ class RolloutSchedule:
         due: Iterable[int] = batches_for(version, self.staleness, self.num_batches, self.start)
         if self.recorded is not None:
             due = (index for index, each in self.recorded.items() if max(each) == version and index > self.start)
-        return [index for index in due if index not in self._ahead and index not in self._trained]
+        return [index for index in due if index not in self._ahead]
 
     def _version(self, index: int, published: int) -> Version:
         if self.recorded is not None:

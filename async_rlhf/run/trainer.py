@@ -32,8 +32,7 @@ from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Inputs, Model, Run, Start, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.factory import make_generator
-from async_rlhf.run.feedback import Feedback, read_labels
-from async_rlhf.run.folder import FEEDBACK, FINAL, METRICS, log_names
+from async_rlhf.run.folder import FINAL, METRICS, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop, write_learner
@@ -43,7 +42,7 @@ from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.system.log import JsonLines
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
-from async_rlhf.types import Batch, Group, Labels
+from async_rlhf.types import Group
 
 
 class OnlineTrainer:
@@ -304,6 +303,7 @@ def train(run: Run) -> OnlineTrainerState:
         if run.eval_prompts is not None:
             pending = None if run.resumed is None else run.resumed.evaluation
             run.scorer.expect(trained, None if pending is None else pending.version)
+        generator.on_arrival = partial(_arrived, run)
         run.require_folder()
         logs = {}
         if run.ranks.is_main:
@@ -316,18 +316,13 @@ def train(run: Run) -> OnlineTrainerState:
             if run.config.trace:
                 trace.write_to(run.folder.path / run.folder.trace)
         stack.enter_context(closing(run.callbacks))
-        feedback = _feedback(run)  # it reads what a log says before this is cut off
-        generator.on_arrival = partial(_arrived, run) if feedback is None else feedback.arrived
         if run.ranks.is_main:
             names = log_names(run.config, run.eval_prompts is not None)
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         saves = stack.enter_context(saving(run))
-        rollouts = _rollouts(run, generator, trace, feedback)
+        rollouts = _rollouts(run, generator, trace)
         loop = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts), _watch(run))
-        rollouts.idle = loop.wait_for_people
         state = loop.train()
-        if feedback is not None:
-            feedback.close()
         stack.close()
         run.watch.close()
     return state
@@ -340,33 +335,10 @@ def _arrived(run: Run, index: int, first: int, groups: Sequence[Group]) -> None:
     run.learner.begin(index, first, groups)
 
 
-def _feedback(run: Run) -> Feedback | None:
-    """On rank 0, what asks people and repeats what they said: in a run that goes on, after its checkpoint, too."""
-    config, folder = run.config, run.folder.path
-    if config.feedback.ask is None or not run.ranks.is_main:
-        return None
-    recorded, path = {}, config.feedback.labels_from
-    if path is not None:
-        recorded = read_labels(Path(path))
-        found = {tuple(map(len, labels.rewards_PK)) for labels in recorded.values()}
-        right = f"must be of a run with batches of {config.batch_size} x {config.samples_per_prompt} completions"
-        require(found <= {(config.samples_per_prompt,) * config.batch_size}, "feedback.labels_from", path, right)
-    elif run.resumed is not None and run.folder.goes_on:
-        known = read_labels(folder / FEEDBACK)
-        recorded = {b: labels._replace(is_logged=True) for b, labels in known.items() if b > run.resumed.batch}
-    given = config.staleness, config.batch_size, run.tokenizer, run.scorer.prompt_field, recorded
-    return Feedback(config.feedback, folder, *given)
-
-
 def _log(run: Run, name: str) -> JsonLines:
-    """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint, and all that it
-    has to repeat.
-    """
-    path = run.folder.path / name
+    """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint."""
     keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
-    if name == FEEDBACK and keep:
-        keep = path.read_bytes().rfind(b"\n") + 1
-    return JsonLines(path, keep)
+    return JsonLines(run.folder.path / name, keep)
 
 
 def _watch(run: Run) -> Watch:
@@ -378,14 +350,8 @@ def _watch(run: Run) -> Watch:
     return watch
 
 
-def _rollouts(run: Run, generator: Generator, trace: Trace, feedback: Feedback | None) -> RolloutSchedule:
+def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:
     config, resumed = run.config, run.resumed
-
-    def labelled(step: int, waiting: Mapping[int, Batch | None]) -> Labels | None:
-        found = None if feedback is None else feedback.next(step, waiting)
-        number = run.ranks.broadcast("labelled batch", lambda: None if found is None else found.sampled_as)
-        return found if feedback is not None or number is None else Labels(number, ())
-
     return RolloutSchedule(
         generator,
         run.prompts,
@@ -398,7 +364,6 @@ def _rollouts(run: Run, generator: Generator, trace: Trace, feedback: Feedback |
         start=resumed.batch if resumed else 0,
         ahead=resumed.ahead if resumed else (),
         is_main=run.ranks.is_main,
-        labelled=None if config.feedback.ask is None else labelled,
     )
 
 

@@ -88,9 +88,26 @@ def test_other_trainers_names_and_typing_errors_get_ours(word, meant, capsys):
 
 
 def test_a_key_that_was_dropped_says_what_to_do_instead(capsys):
-    code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", "--train.curriculum=0.5")
-    assert code == 2
-    assert said.strip().endswith("it was dropped in 0.1.0: " + DROPPED["curriculum"])
+    for word, name in {"--train.curriculum=0.5": "curriculum", "--train.feedback.ask=rate": "feedback"}.items():
+        code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", word)
+        assert code == 2
+        assert said.strip().endswith("it was dropped in 0.1.0: " + DROPPED[name])
+
+
+def test_a_command_that_was_dropped_says_what_to_do_instead(capsys):
+    code, said = ends(capsys, "feedback", "runs/mine")
+    assert (code, said) == (2, f"async-rlhf: got 'feedback'; it was dropped in 0.1.0: {DROPPED['feedback']}\n")
+
+
+@each(["null", "compare"])
+def test_the_file_of_an_earlier_run_is_read_unless_it_used_what_was_dropped(ask, capsys):
+    """Its run.yml has every key."""
+    feedback = f"{{ask: {ask}, answers: 1, max_lag: null, labels_from: null}}"
+    Path("earlier.yml").write_text(f"{RECIPE}  curriculum: 0.0\n  feedback: {feedback}\n")
+    code, said = ends(capsys, "train", "--config", "earlier.yml", "--dry-run")
+    told = f"'earlier.yml', line 9: async-rlhf train has no such key; it was dropped in 0.1.0: {DROPPED['feedback']}"
+    error = f"async-rlhf train: error: train.feedback: {told}\n"
+    assert (code, error in said, "feedback" in said) == ((0, False, False) if ask == "null" else (2, True, True))
 
 
 def test_a_dropped_key_that_a_run_did_not_use_is_passed_over_in_its_file(capsys):
@@ -207,7 +224,6 @@ serve --model ./nope
 report nope
 replay nope
 explain nope --batch 1
-feedback nope
 plan --run nope
 workers nope
 sweep nope.yml

@@ -20,7 +20,6 @@ import environments
 import pytest
 import torch
 import torch.distributed as dist
-from annotators import Annotator
 from tiny import PROMPTS, byte_tokenizer, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
@@ -41,9 +40,7 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.compat.original.command import MigrateConfig, run_config
 from async_rlhf.config import (
     AdapterConfig,
-    ConfigError,
     EvaluateConfig,
-    FeedbackConfig,
     GenerateConfig,
     JudgeConfig,
     KLConfig,
@@ -80,14 +77,10 @@ from async_rlhf.run.checkpoint import as_saved
 from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
 from async_rlhf.run.factory import make_generator
 from async_rlhf.run.hub import HubUploads
-from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.certify.command import run_certify
 from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
-from async_rlhf.studies.feedback import command as feedback
-from async_rlhf.studies.feedback.command import run_feedback
-from async_rlhf.studies.feedback.config import PeopleConfig
 from async_rlhf.studies.plan.command import run_plan
 from async_rlhf.studies.plan.config import ModelSizeConfig, PlanConfig, SecondsConfig, WorkloadConfig
 from async_rlhf.studies.report.command import run_report
@@ -362,21 +355,6 @@ def _elsewhere(inputs: Inputs) -> None:
     dist.destroy_process_group()
 
 
-def _asks(inputs: Inputs) -> None:
-    """A run that people label, and what asks them."""
-    config = new_args(inputs.folder, "asked", feedback=FeedbackConfig("rate"), total_episodes=8)
-    folder = Path(config.output_dir)
-    with Annotator(folder).working():
-        OnlineTrainer(inputs["policy"], config, PROMPTS, processing_class=byte_tokenizer()).train()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feedback, "make_server", _stop)
-        with pytest.raises(StopError):
-            run_feedback(PeopleConfig(str(folder)))
-    for format in ("ratings", "pairs"):
-        with suppress(ConfigError):  # there are answers, and none of them has a pair
-            run_feedback(PeopleConfig(str(folder), export=str(inputs.folder / format), format=format))
-
-
 def _ray(inputs: Inputs) -> None:
     """The same of Ray, where it is installed."""
     from async_rlhf.distributed import ray, ray_tasks
@@ -425,7 +403,7 @@ def kinds() -> list[type[Checked]]:
 def test_every_key_is_read(tmp_path):
     inputs = Inputs(tmp_path)
     with following() as read:
-        for part in (_trains, _stages, _asks, _many, _plans, _elsewhere, *([_ray] if HAS_RAY else [])):
+        for part in (_trains, _stages, _many, _plans, _elsewhere, *([_ray] if HAS_RAY else [])):
             part(inputs)
     unread = {kind.__name__: names for kind in kinds() if (names := on_meta(kind, read))}
     if not HAS_RAY:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from contextlib import nullcontext
 from itertools import count, product
@@ -21,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
+from async_rlhf.config.spelling import DROPPED
 from async_rlhf.generation.episodes.spec import named
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.checkpoint import FORMAT, ResumeState, as_saved
@@ -414,25 +416,27 @@ def test_a_checkpoint_of_another_format_is_refused(make_policy, tokenizer, promp
         run(make_policy, tokenizer, prompts, make_args("anew", resume_from=str(copy)))
 
 
-@pytest.mark.parametrize("value", [0.0, 0.8])
+@pytest.mark.parametrize("used", [{}, {"curriculum": 0.8}, {"feedback.ask": "compare"}])
 def test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on(
-    make_policy, tokenizer, prompts, make_args, value
+    make_policy, tokenizer, prompts, make_args, used
 ):
     """As an earlier version of the package has written it."""
     args = make_args(save_steps=2)
     run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
     checkpoint, copy = Path(args.output_dir) / "checkpoint-2", Path(args.output_dir).parent / "earlier"
     state = json.loads((checkpoint / "resume" / "state.json").read_text())
-    state["config"]["curriculum"] = value
+    feedback = {"feedback.ask": None, "feedback.answers": 1, "feedback.max_lag": None, "feedback.labels_from": None}
+    state["config"] |= {"curriculum": 0.0, **feedback, **used}
     (checkpoint / "resume" / "state.json").write_text(json.dumps(state))
     (checkpoint / "manifest.json").unlink()
     write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
     args = make_args("anew", resume_from=str(copy))
-    if not value:
+    if not used:
         assert run(make_policy, tokenizer, prompts, args)[0].callbacks.state.global_step == args.num_batches
         return
-    right = r"curriculum: the earlier run has 0.8; it was dropped in 0.1.0: sort the data, or train on the prompts"
-    with pytest.raises(ConfigError, match=right):
+    ((key, value),) = used.items()
+    right = f"{key}: the earlier run has {value!r}; it was dropped in 0.1.0: {DROPPED[key.partition('.')[0]]}"
+    with pytest.raises(ConfigError, match=re.escape(right)):
         run(make_policy, tokenizer, prompts, args)
 
 

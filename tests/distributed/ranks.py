@@ -22,7 +22,7 @@ from environments import Echo, forget
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from async_rlhf.config import FeedbackConfig, KLConfig, LoRAConfig, ParallelConfig
+from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.distributed import loss_scale
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head, saving
@@ -142,7 +142,7 @@ def strategy_of_the_page(_config, ranks):
     return shown["AveragedGradients"](ranks)
 
 
-GROUPS = {"kl": KLConfig, "feedback": FeedbackConfig}
+GROUPS = {"kl": KLConfig}
 
 
 def train(

@@ -108,9 +108,8 @@ def _require_answers(config: ExplainConfig, part: Part) -> None:
     highest = max(map(int, config.what_if), default=0)
     right = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
     require(highest <= most, "what_if", config.what_if, right)
-    answers = train.feedback.ask is not None or (part.run / EPISODES).is_file()
-    right = "must be empty for a run whose environments or people answered: they would be asked something else"
-    require(not config.what_if or not answers, "what_if", config.what_if, right)
+    right = "must be empty for a run whose environments answered: they would be asked something else"
+    require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, right)
 
 
 def _require_one_rank(run: Path, original: RunConfig) -> None:

@@ -1,1 +1,0 @@
-"""People who label a run, and what they have said."""
