@@ -72,7 +72,8 @@ if __name__ == "__main__":
         for file in sorted(Path(sys.argv[1]).glob("*.json"), key=lambda file: file.stat().st_mtime):
             if stars(file) is None:
                 row = json.loads(file.read_text())
-                print(row["prompt"], row["completion"], sep="\n--\n")
+                shown = f"{row['prompt']}\n--\n{row['completion']}"
+                print("".join(c if c.isprintable() or c == "\n" else "?" for c in shown))  # nothing moves the cursor
                 said = input(f"stars, 1 to {STARS}; else the question comes again: ")
                 if said in list("12345"):
                     write(file, {**row, "stars": int(said)})

@@ -422,14 +422,14 @@ def test_a_person_gives_the_rewards_of_a_batch(tmp_path):
 def test_a_person_is_asked_in_a_terminal(tmp_path):
     """What is no number of stars is asked again, and what an editor is writing counts as unanswered."""
     people = runpy.run_path(PEOPLE)
-    (file,) = people["ask"](tmp_path, ["2 + 2"], ["5"])
+    (file,) = people["ask"](tmp_path, ["2 + 2"], ["5\x1b[2J"])
     with subprocess.Popen([sys.executable, PEOPLE, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as asks:
         asks.stdin.write(b"7\n2\n")
         asks.stdin.flush()
         while people["stars"](file) is None:
             assert asks.poll() is None
         asks.kill()
-        assert asks.stdout.read().count(b"2 + 2\n--\n5\n") == 2
+        assert asks.stdout.read().count(b"2 + 2\n--\n5?[2J\n") == 2
     file.write_text('{"stars": ')
     assert people["stars"](file) is None
     file.write_text('{"stars": 6}')
