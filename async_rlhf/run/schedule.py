@@ -96,7 +96,8 @@ class RolloutSchedule:
         """The batches under way that weights older than version ``trained`` sample, for a checkpoint after that batch.
 
         Waits for them: those weights are gone when the run is resumed. Version ``trained`` itself is in the checkpoint,
-        so the last batch under way, which it samples, can be sampled again.
+        so the last batch under way, which it samples, can be sampled again; unless it has been already, and what was
+        found in it is in the checkpoint.
         """
         last = trained + self.staleness + self.generator.at_once
         older = sorted(index for index in self._asked if index <= last)
