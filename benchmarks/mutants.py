@@ -50,6 +50,7 @@ TESTS = {
     " contract/test_resume.py::test_as_many_ranks_with_as_large_a_batch"
     " contract/test_resume.py::test_a_run_is_not_made_shorter_than_its_checkpoint"
     " contract/test_resume.py::test_a_checkpoint_of_another_format_is_refused"
+    " contract/test_resume.py::test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on"
     " contract/test_resume.py::test_what_would_break_exactness_is_named"
     " contract/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one[ppo_shared_trunk-0]"
     " contract/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one[online_dpo_lora-1]"

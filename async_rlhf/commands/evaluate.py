@@ -49,7 +49,6 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
-from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.truncation import Distribution
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
 from async_rlhf.run.episodes import conversation
@@ -142,7 +141,6 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     config = with_first_gpu(config)
     check_source(config.ref_model, "ref_model")
-    require_bitsandbytes(config.reward_model_bits)
     with on_ranks(config, "evaluate") as ranks:
         models = ranks.broadcast("models", lambda: {} if config.generations is not None else models_of(config))
         if config.generations is None:

@@ -22,7 +22,6 @@ from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate, setting_of
 from async_rlhf.models.context_length import sampling_prompt_cap
 from async_rlhf.models.loading import load_policy, load_tokenizer
-from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ def run_pairs(config: PairsConfig) -> dict[str, float]:
     if config.from_ratings is not None:
         with on_ranks(config, "pairs") as ranks:  # by rank 0 alone: nothing is computed by a model
             return ranks.broadcast("pairs", lambda: run_pairs_from_ratings(config))
-    require_bitsandbytes(config.reward_model_bits)
     assert config.model is not None
     config = replace(config, max_prompt_length=sampling_prompt_cap(config, {"model": config.model}))
     output = Path(config.output)

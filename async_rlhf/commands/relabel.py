@@ -18,7 +18,6 @@ from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import Message
-from async_rlhf.models.quantised import require_bitsandbytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ def run_relabel(config: RelabelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: see the message.
     """
-    require_bitsandbytes(config.reward_model_bits)
     folder = Path(config.output_dir)
     outputs = {split: folder / f"{split}.jsonl" for split in config.splits}
     inputs = {key: getattr(config, key) for key in ("data", "reward_model", "reward_funcs", "reward_tokenizer")}

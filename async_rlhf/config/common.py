@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, SUMS, Checked, Rule, above, at_least, at_most, key, require
 from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
-from async_rlhf.config.rewards import check_bits, check_one_judge
+from async_rlhf.config.rewards import check_one_judge
 
 EVAL_FRACTION = Rule(lambda share: 0 < share < 1, "must be between 0 and 1")
 COLUMN = Rule(bool, "must name a column")
@@ -261,16 +261,12 @@ class RewardedConfig(Checked):
     reward_model: str | None = key(None, main="judging", names="model")
     """The judge, such as a gold reward: a reward model (folder, owner/model or owner/model@revision), or else
     reward_funcs (``evaluate`` also takes judge)."""
-    reward_model_bits: Literal[4, 8] | None = None
-    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
-    them."""
     reward_funcs: list[str] = key([], main="judging", names="function")
     """Or functions, as in ``train``."""
 
     def check_judge(self) -> None:
-        """Require one judge, which can be held in the bits."""
+        """Require one judge."""
         check_one_judge(self.reward_model, self.reward_funcs)
-        check_bits(self.reward_model_bits, self.reward_model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,8 +161,6 @@ def _check_precision_and_penalty(config: OnlineConfig) -> None:
     if config.optimizer == "adafactor":
         names = ("adam_beta1", "adam_beta2", "adam_epsilon")
         config.leaves_out(names, 'with optimizer "adafactor", which has no such number')
-    right = "must be false with reward_model_bits, whose scales stay on the GPU"
-    config.require(not config.offload_frozen or config.reward_model_bits is None, "offload_frozen", right)
     right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
     config.require(config.non_eos_penalty != "add" or config.penalty_reward_value <= 0, "penalty_reward_value", right)
 
@@ -199,9 +197,6 @@ def _check_parallel(config: OnlineConfig) -> None:
     config.require(not spread or config.lora.base_bits is None, "lora.base_bits", right)
     right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
     config.require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", right)
-    right = "must be null with weights spread over ranks (parallel.strategy) and with ray.reward_workers"
-    here = not spread and config.ray.reward_workers == 0
-    config.require(here or config.reward_model_bits is None, "reward_model_bits", right)
 
 
 def _check_own_devices(config: OnlineConfig) -> None:

@@ -131,7 +131,7 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
             alone = self.reward_model is not None or self.reward_tokenizer is None
             self.require(alone, "reward_tokenizer", "must be null without reward_model")
         else:
-            names = ("penalties", "reward_model", "reward_model_bits", "reward_tokenizer", "reward_funcs")
+            names = ("penalties", "reward_model", "reward_tokenizer", "reward_funcs")
             self.leaves_out(names, "with judge.url")
 
 

@@ -282,9 +282,6 @@ class OnlineConfig(TrainingConfig):
     deterministic: bool = False
     """On a GPU, compute with deterministic kernels only: a run can then be repeated and resumed bit for bit, as it
     always can on a CPU, but is slower. False: equal up to rounding."""
-    reward_model_bits: Literal[4, 8] | None = None
-    """Hold the reward model's linear layers, except its head, in so many bits, with bitsandbytes; null for all of
-    them."""
     reward_model_device: str | None = key(None, APART, role="place", must_stay=SUMS)
     """A device for the reward model alone, e.g. "cuda:3", or "cpu" where cores are left: it then judges batches as they
     come, beside training. "learner" computes it on the learner's device, shared by its ranks, when a batch has its

@@ -87,21 +87,6 @@ def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> No
     require(one, "reward_model", reward_model, "give either a reward_model or reward_funcs")
 
 
-def check_bits(bits: int | None, reward_model: object, copied: bool = False, key: str = "reward_model_bits") -> None:
-    """Require a reward model that can be held in 4 or 8 bits.
-
-    Args:
-        bits: the key's value.
-        reward_model: its name. A model that is loaded already is what it is.
-        copied: whether the value model, which is trained, is to be a copy of it.
-        key: what errors call it.
-    """
-    right = "must be null without a reward_model that is given by name, a folder or one on the hub"
-    require(bits is None or isinstance(reward_model, str), key, bits, right)
-    right = "must be null without value_model: a copy of the reward model would be trained, which takes all its bits"
-    require(bits is None or not copied, key, bits, right)
-
-
 @dataclass(frozen=True)
 class EndpointConfig(Checked):
     """A model behind a URL."""

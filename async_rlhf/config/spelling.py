@@ -28,6 +28,7 @@ _ELSEWHERE = {
 DROPPED: dict[str, str] = {
     "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts",
     "feedback": "use a reward function that asks people: recipes/feedback",
+    "reward_model_bits": "give a trainer in Python a model that is loaded so, or score with one in a reward function",
 }
 """Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
 _IDLE = {"feedback.answers": 1}

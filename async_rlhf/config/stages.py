@@ -235,7 +235,7 @@ class PairsConfig(SamplingConfig, RewardedConfig):
 
 
 SAMPLED = (
-    *("model", "prompts", "prompt_field", "reward_model", "reward_model_bits", "reward_funcs"),
+    *("model", "prompts", "prompt_field", "reward_model", "reward_funcs"),
     *("samples_per_prompt", "pairs_per_prompt"),
     *("temperature", "top_p", "top_k", "response_length", "max_prompts", "max_prompt_length", "batch_size", "device"),
     *("parallel", "trust_remote_code"),

@@ -168,7 +168,7 @@ def placed(model: PreTrainedModel, *place: Any) -> PreTrainedModel:
 
 def load_in_four_bits(name: str, device: torch.device, dtype: torch.dtype, *, trust: bool = False) -> PreTrainedModel:
     """The same with its linear layers but the head in 4 bits, which compute in ``dtype``: the base of adapters."""
-    options = {"quantization_config": quantised(4, dtype, kept=None), "device_map": {"": device}}
+    options = {"quantization_config": quantised(dtype), "device_map": {"": device}}
     model = disable_dropout(_load(AutoModelForCausalLM, name, "model", trust, **options))
     keep_format(model)
     return model
@@ -180,7 +180,6 @@ def load_reward_model(
     key: str = "reward_model",
     *,
     trust: bool = False,
-    bits: int | None = None,
     dtype: torch.dtype = torch.float32,
     on_meta: bool = False,
 ) -> PreTrainedModel:
@@ -191,16 +190,11 @@ def load_reward_model(
         device: where to put it.
         key: the configuration key that errors name.
         trust: see :func:`load_policy`.
-        bits: hold the linear layers but the head in 4 or 8 bits, see :func:`~async_rlhf.models.quantised.quantised`.
-        dtype: of the weights; with ``bits``, of those that are not held so.
-        unread: see :func:`load_policy`; without ``bits``, and in float32.
+        dtype: of the weights.
+        unread: see :func:`load_policy`; in float32.
     """
-    kind = AutoModelForSequenceClassification
-    if bits is None:
-        model = check_reward_model(_load(kind, name, key, trust, on_meta, num_labels=1), key)
-        return placed(model, device, dtype).eval()
-    options = {"quantization_config": quantised(bits, dtype, ["score"]), "device_map": {"": torch.device(device)}}
-    return check_reward_model(_load(kind, name, key, trust, num_labels=1, dtype=dtype, **options), key).eval()
+    model = _load(AutoModelForSequenceClassification, name, key, trust, on_meta, num_labels=1)
+    return placed(check_reward_model(model, key), device, dtype).eval()
 
 
 def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> PreTrainedModel:
@@ -221,15 +215,14 @@ def reward_model_for(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     trust: bool = False,
-    bits: int | None = None,
     on_meta: bool = False,
 ) -> PreTrainedModel:
-    """The given reward model, or the one of that name, which must use the policy's tokens; for ``bits`` and ``unread``
-    see :func:`load_reward_model`.
+    """The given reward model, or the one of that name, which must use the policy's tokens; for ``unread`` see
+    :func:`load_reward_model`.
     """
     if isinstance(model, str):
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
-        model = load_reward_model(model, device, trust=trust, bits=bits, on_meta=on_meta)
+        model = load_reward_model(model, device, trust=trust, on_meta=on_meta)
     check_embeddings(model, tokenizer, "reward_model")
     return placed(check_reward_model(model), device).eval()
 

@@ -1,9 +1,8 @@
-"""Frozen weights of linear layers, held in 4 or 8 bits by bitsandbytes: of reward models, and below adapters."""
+"""Frozen weights of linear layers, held in few bits by bitsandbytes: below adapters, and of a user's own models."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from async_rlhf.config.base import require
 
 
-def require_bitsandbytes(value: int | str | None, key: str = "reward_model_bits") -> None:
+def require_bitsandbytes(value: int | str | None, key: str) -> None:
     """Require what a key needs unless it is null; to be called before anything is loaded.
 
     Raises:
@@ -27,20 +26,11 @@ def require_bitsandbytes(value: int | str | None, key: str = "reward_model_bits"
     require(value is None or find_spec("bitsandbytes") is not None, key, value, right)
 
 
-def quantised(bits: int, dtype: torch.dtype, kept: list[str] | None) -> BitsAndBytesConfig:
-    """How transformers loads such a model: all linear layers but the head, which would round the scores themselves.
-
-    Args:
-        bits: 4, as nf4 (Dettmers et al., "QLoRA", 2023), or 8, as LLM.int8() (Dettmers et al., 2022).
-        dtype: that layers in 4 bits compute in; those in 8 bits take float16 inputs.
-        kept: names of layers to leave as they are; None for a language model's head.
+def quantised(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """How transformers loads a policy whose linear layers but the head are in 4 bits, as nf4 (Dettmers et al., "QLoRA",
+    2023), and compute in ``dtype``.
     """
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # says the latter at every call
-    if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept
-    )
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor] | None:

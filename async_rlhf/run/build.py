@@ -20,7 +20,7 @@ from async_rlhf.algorithms.table import of_config
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
-from async_rlhf.config.rewards import check_bits, check_rewards
+from async_rlhf.config.rewards import check_rewards
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
 from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
@@ -183,7 +183,6 @@ def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str 
         ConfigError: something is missing, or another process writes to the run's folder.
     """
     check_integrations(config.report_to)
-    require_bitsandbytes(config.reward_model_bits, f"{prefix}reward_model_bits")
     require_bitsandbytes(config.lora.base_bits, f"{prefix}lora.base_bits")
     if config.lora.target_modules and isinstance(model, str):
         check_source(model, "model")
@@ -218,8 +217,6 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or inputs.world.gives_rewards
     check_rewards(judged, inputs.reward_model)
     inputs.world.check(config.generation.max_turns)
-    copied = algorithm.needs(config).copies_reward and inputs.value_model is None
-    check_bits(config.reward_model_bits, inputs.reward_model, copied)
     right = "must be null with a model that is loaded already; give its name"
     by_name = isinstance(inputs.model, str) or config.lora.base_bits is None
     require(by_name, "lora.base_bits", config.lora.base_bits, right)
@@ -440,9 +437,8 @@ def _load_models(
     if inputs.reward_model is not None:
         here = apart["reward_model_device"] is None and not config.ray.reward_workers
         where = torch.device("cpu") if config.ray.reward_workers else place("reward_model_device")
-        bits = config.reward_model_bits
         # Who scores elsewhere gets whole weights.
-        reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, bits, on_meta=on_meta and here)
+        reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, on_meta=on_meta and here)
     own, where = apart["reference_device"] is not None, place("reference_device")
     alone = algorithm.needs(config).reference and not (ref_model is None and _adapts(config, policy))
     named = config.reference_device

@@ -11,7 +11,7 @@ from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
 from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig, RepeatableConfig
 from async_rlhf.config.episodes import World
 from async_rlhf.config.online import OnlineConfig
-from async_rlhf.config.rewards import check_bits, check_functions, check_rewards
+from async_rlhf.config.rewards import check_functions, check_rewards
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,6 @@ class RunConfig(Checked):
         right = f"must be null: {self.algorithm!r} has no value model"
         needs = algorithm.needs(self.train)
         require(self.value_model is None or needs.values, "value_model", self.value_model, right)
-        copied = needs.copies_reward and self.value_model is None
-        check_bits(self.train.reward_model_bits, self.reward_model, copied, "train.reward_model_bits")
         right = "must be left out with data.streaming, which knows no length; say train.total_episodes or train.batches"
         epochs = self.train.num_train_epochs
         require(epochs is None or not self.data.streaming, "train.num_train_epochs", epochs, right)

@@ -374,9 +374,9 @@ HELD_OUT_CASES = [
     ("relabel", RELABEL_DEFAULTS, {"train_split": "a", "eval_split": "b"}, {"splits": ["a", "b"]}),
     ("relabel", RELABEL_DEFAULTS, {"train_split": "a", "eval_split": None}, {"splits": ["a"]}),
     ("relabel", RELABEL_DEFAULTS, {"sanity_check": True}, {"splits": ["validation"]}),
-    ("relabel", RELABEL_DEFAULTS, {"load_in_8bit": True, "load_in_4bit": False}, {"reward_model_bits": 8}),
+    ("relabel", RELABEL_DEFAULTS, {"load_in_8bit": True, "load_in_4bit": False}, {}),
     ("relabel", RELABEL_DEFAULTS, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": True},
-     {"reward_model_bits": 4}),
+     {}),
     ("relabel", RELABEL_DEFAULTS, {"push_to_hub": True, "seed": 3, "template": "hh", "tokenizer_name": "x"},
      {"reward_tokenizer": "x"}),
     ("generate", GENERATE_DEFAULTS, {}, {}),
@@ -419,7 +419,6 @@ VALID = {
     "bok": False,  # else another algorithm
     "whiten_rewards": True, "loss_type": "ipo", "task_type": "tldr", "torch_dtype": "float32",
     "fp16": False,  # not with bf16
-    "load_in_4bit": False,  # not with load_in_8bit
     "stop_token": "eos", "model_revision": "step1", "save_strategy": "steps", "eval_strategy": "steps",
     "evaluation_strategy": "steps", "lr_scheduler_type": "cosine", "total_episodes": 64, "top_p": 0.9,
     "adam_beta1": 0.5,
@@ -615,8 +614,6 @@ ERRORS = [
     ("generate", GENERATE | {"top_p": 1.5}, [], "top_p: got 1.5; must be at most 1"),
     ("evaluate", {"gold_model_name": "x"}, [], "model_name_or_path: got None; must be given, or dataset_path"),
     ("reward", REWARD | {"model_name_or_path": None}, [], "model_name_or_path: got None; must be given"),
-    ("relabel", RELABEL | {"load_in_8bit": True, "load_in_4bit": True}, [],
-     "load_in_4bit: got True; must be false with load_in_8bit"),
     ("relabel", RELABEL | {"dataset_name": None}, [], "dataset_name: got None; must be given"),
 ]  # fmt: skip
 

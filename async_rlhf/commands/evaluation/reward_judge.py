@@ -48,7 +48,6 @@ class RewardJudge:
         tokenizer: str | None = None,
         *,
         trust: bool = False,
-        bits: int | None = None,
         ranks: Ranks | None = None,
         chat: ChatConfig | None = None,
     ) -> None:
@@ -57,7 +56,7 @@ class RewardJudge:
         self.model: PreTrainedModel | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if reward_model is not None:
-            self.model = load_reward_model(reward_model, device, trust=trust, bits=bits, dtype=dtype)
+            self.model = load_reward_model(reward_model, device, trust=trust, dtype=dtype)
             if tokenizer is None:
                 self.tokenizer = load_tokenizer(reward_model, key="reward_model", trust=trust)
         if tokenizer is not None:
@@ -78,7 +77,6 @@ class RewardJudge:
             torch.float32 if not isinstance(config, RelabelConfig) else getattr(torch, config.dtype),
             None if isinstance(config, PairsConfig) else config.reward_tokenizer,
             trust=config.trust_remote_code,
-            bits=config.reward_model_bits,
             ranks=ranks,
             chat=config.chat,
         )

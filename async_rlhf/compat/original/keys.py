@@ -186,8 +186,8 @@ _RELABEL = _keys(
             sanity_check:bool=false output_name:str""",
         f"{HERE}: {_HUB}": "push_to_hub:bool=false",
         f"{HERE}: transformers' default attention": "attn_implementation",
-        f"{HERE}: 4 bits are nf4": "bnb_4bit_quant_type",
-        f"{HERE}: the scales of blocks are not quantised again": "use_bnb_nested_quant",
+        f"{HERE}: a reward model keeps all its bits": """load_in_8bit:bool load_in_4bit:bool bnb_4bit_quant_type
+            use_bnb_nested_quant:bool""",
         f"{THERE}: relabel_with_rm.py does not read it": "template seed",
     },
     _MODEL,

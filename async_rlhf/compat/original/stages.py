@@ -93,12 +93,6 @@ def translate_relabel(t: Translation) -> None:
     t.maps("output_name", {"output_dir": folder}, "a folder instead of a hub name")
     common.weights_dtype(t, "dtype")
     t.maps("tokenizer_name", "reward_tokenizer")
-    eight, four = bool(t["load_in_8bit"]), bool(t["load_in_4bit"])
-    require(not (eight and four), "load_in_4bit", four, "must be false with load_in_8bit: there are 4 bits or 8")
-    for key, own, bits in (("load_in_8bit", eight, 8), ("load_in_4bit", four, 4)):
-        t.maps(key, {"reward_model_bits": bits} if own else {})
-    if t["bnb_4bit_quant_type"] == "nf4":
-        t.idle(MAPPED, "bnb_4bit_quant_type")
 
 
 def translate_generate(t: Translation) -> None:

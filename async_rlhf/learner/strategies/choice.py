@@ -99,8 +99,6 @@ def _check(config: OnlineConfig, parallel: ParallelConfig) -> None:
     spread = parallel.strategy in ("fsdp", "zero3")
     right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
     require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
-    bits, right = config.reward_model_bits, "must be null with weights spread over ranks (parallel.strategy)"
-    require(not spread or bits is None, "reward_model_bits", bits, right)
     parallel.require_format(config.checkpoint_format)
     bits = config.lora.base_bits
     require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
