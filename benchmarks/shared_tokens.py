@@ -15,7 +15,8 @@ within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `ll
     part      ratio / bound
     memory    bytes kept for the backward pass, packed rows / forest
 
-Then answers of that many tokens are sampled by the engine on transformers:
+Then answers of that many tokens are sampled by the engine on transformers. Prompts have up to two tokens less, as all
+are seldom equally long, and rows that are padded need a mask:
 
     seconds   of the processor with a prompt's keys and values repeated for its K rows, and shared by them; the median
 """
@@ -148,7 +149,7 @@ def sample(kind: str, shape: str, rounds: int) -> dict[str, Any]:
     """Seconds of sampling, with keys and values repeated and shared."""
     prompt, answer, samples, prompts = SHAPES[shape]
     tokens_BT, _ = rows_of(*SHAPES[shape])
-    given = [Prompt(n, n, tuple(row[:prompt])) for n, row in enumerate(tokens_BT[::samples].tolist())]
+    given = [Prompt(n, n, tuple(row[n % 3 : prompt])) for n, row in enumerate(tokens_BT[::samples].tolist())]
     # No token ends an answer.
     params = SamplingParams(samples, 1.0, answer, (-1,), 0, batch_size=samples * prompts)
     engine, seconds = TransformersEngine(model_of(kind).eval(), params), dict[bool, list[float]]()
