@@ -24,7 +24,7 @@ from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
 
 _SPEAKING_SECONDS = 30.0
-_FIRST = {**dict.fromkeys(("replay", "explain", "workers"), "run"), "recipes": "name", "config": "file"}
+_FIRST = {**dict.fromkeys(("explain", "workers"), "run"), "recipes": "name", "config": "file"}
 _FIRST |= {"sweep": "config", "certify": "config"}
 """The option that a command's first word is for."""
 
@@ -134,7 +134,7 @@ def _tell(name: str, message: str, frames: str = "") -> None:
 
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
-    """Short forms as options: ``replay RUN`` and ``explain RUN`` as ``--run RUN``, ``workers RUN N`` too,
+    """Short forms as options: ``explain RUN`` as ``--run RUN``, ``workers RUN N`` too,
     ``report A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``recipes NAME`` as ``--name NAME``,
     ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as ``--train.resume=true``, ``sft --resume`` as
     ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""

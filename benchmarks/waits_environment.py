@@ -73,7 +73,6 @@ def run(batches: int, episodes: int, step_seconds: float, in_flight: bool) -> di
             output_dir=folder,
             overwrite_output_dir=True,
             staleness=2,
-            staleness_mode="bounded" if in_flight else "exact",
             samples_per_prompt=SAMPLES,
             batches=batches,
             completions_per_batch=episodes,

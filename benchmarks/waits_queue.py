@@ -49,7 +49,6 @@ def run(batches: int, total: int, step_seconds: float, one_queue: bool) -> dict[
             output_dir=folder,
             overwrite_output_dir=True,
             staleness=2,
-            staleness_mode="bounded",
             samples_per_prompt=SAMPLES,
             batches=batches,
             per_device_train_batch_size=32,

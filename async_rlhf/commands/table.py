@@ -37,7 +37,6 @@ COMMANDS = {
     "plan": Command(
         "predict speed and the best split of devices from measured or given times", "studies.plan.config:PlanConfig"
     ),
-    "replay": Command("repeat a run from its record and compare", "run.config:ReplayConfig"),
     "explain": Command("repeat one update of a run, and say what moved it", "studies.explain.config:ExplainConfig"),
     "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),

@@ -29,8 +29,6 @@ def check_together(config: OnlineConfig) -> None:
         config.leaves_out(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"), "without push_to_hub")
     right = "must be false with resume: a run that is resumed cannot also be deleted"
     config.require(not (config.overwrite_output_dir and config.resume), "overwrite_output_dir", right)
-    right = 'must be null with staleness_mode "exact", which needs no record to be repeated'
-    config.require(config.replay_from is None or config.staleness_mode == "bounded", "replay_from", right)
     _check_trained(config)
     key, shares = "generation.urls" if config.generation.urls else "generation.workers", config.generation.shares
     right, size = f"must be at most the batch of {config.batch_size} prompts", config.generation.prompts_per_request
@@ -132,12 +130,6 @@ def _check_generation(config: OnlineConfig) -> None:
     measured, in_flight = config.generation.mismatch_samples > 0, config.generation.in_flight
     right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
     config.require(config.lora.publish == "merged" or measured, "generation.mismatch_samples", right)
-    right = 'must be "bounded" with generation.in_flight: which weights draw a token depends on timing'
-    config.require(not in_flight or config.staleness_mode == "bounded", "staleness_mode", right)
-    right = "must be null with generation.in_flight: a record of versions by batch cannot repeat it"
-    config.require(not in_flight or config.replay_from is None, "replay_from", right)
-    right = "must be null with generation.seed_per_request false: nothing says what was sampled"
-    config.require(config.generation.seed_per_request or config.replay_from is None, "replay_from", right)
     right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
     config.require(not in_flight or config.staleness >= 1, "staleness", right)
 

@@ -110,8 +110,8 @@ class GenerationConfig(TruncationConfig):
     """Folder for the weights: the learner writes it and every server reads it under the same path; null for ``weights``
     in output_dir."""
     in_flight: bool = False
-    """Load new weights between two tokens of unfinished completions instead of before a batch; needs staleness_mode
-    "bounded". Each token is recorded with the version that drew it."""
+    """Load new weights between two tokens of unfinished completions instead of before a batch, so that no token is
+    staler than S. Each is recorded with the version that drew it, which depends on timing: no two runs are alike."""
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
     response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
@@ -132,7 +132,7 @@ class GenerationConfig(TruncationConfig):
     failed: see reward_errors."""
     replies_from: str | None = key(None, role="place", names="file")
     """Do not ask environments: have them say once more what they said in another run, whose file episodes.jsonl this
-    is. ``replay`` and ``explain`` do so."""
+    is. ``explain`` does so."""
     stop_tokens: list[str] = key([])
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     stop_token_ids: list[int] = key([], _IDS)

@@ -111,14 +111,8 @@ class OnlineConfig(TrainingConfig):
     staleness: int = key(
         1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"), main="training"
     )
-    """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous."""
-    staleness_mode: Literal["exact", "bounded"] = "exact"
-    """ "exact" samples with exactly those weights; "bounded" takes the newest weights available when a worker starts,
-    never older than those, and records the versions in schedule.jsonl, as they may differ from run to run."""
-    replay_from: str | None = key(
-        None, may_change="it repeats one of the runs that a bounded schedule allows", names="file"
-    )
-    """A schedule.jsonl whose versions are repeated, so that the losses equal those of that run."""
+    """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous. With generation.in_flight
+    newer weights take over as soon as they are there."""
     completions_per_batch: int | None = key(None, at_least(1), main="sizes")
     """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is
     completions_per_batch / samples_per_prompt prompts, a multiple of num_mini_batches. null takes the size from

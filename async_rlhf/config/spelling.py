@@ -27,11 +27,14 @@ _ELSEWHERE = {
 
 DROPPED: dict[str, str] = {
     "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts",
+    "replay": "run its run.yml again with another train.output_dir, and compare metrics.jsonl",
+    "replay_from": "an exact run repeats by itself",
+    "staleness_mode": "leave it out; with generation.in_flight the newest weights sample",
     "feedback": "use a reward function that asks people: recipes/feedback",
     "reward_model_bits": "give a trainer in Python a model that is loaded so, or score with one in a reward function",
 }
 """Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
-_IDLE = {"feedback.answers": 1}
+_IDLE = {"feedback.answers": 1, "staleness_mode": "exact"}
 """What such keys held without being of use, where that was not nothing."""
 
 

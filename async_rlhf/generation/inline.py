@@ -20,7 +20,7 @@ from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
-from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, SamplingParams, Version, drawing
+from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, SamplingParams, drawing
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.adapters import only_adapter, write_base
@@ -146,10 +146,8 @@ class InlineGenerator:
         self._policy = policy
         self._version = self.engine.version = version
 
-    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
+    def submit(self, index: int, version: int | None, prompts: Sequence[Prompt]) -> None:
         """Note what to sample; :meth:`collect` does it, unless the weights will have changed by then."""
-        if isinstance(version, tuple):
-            (version,) = version
         self._requests[index] = (self._version if version is None else version, prompts)
         if self.at_once:
             self._sampled[index] = self._sample(index)

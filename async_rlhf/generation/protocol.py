@@ -56,10 +56,6 @@ class Occupancy:
     places: int = 0
 
 
-Version = int | tuple[int, ...] | None
-"""A version of the weights, or one for each worker, or None: the newest when a worker starts."""
-
-
 class GeneratorError(RuntimeError):
     """A generator failed. The message contains its own error."""
 
@@ -156,9 +152,9 @@ class Generator(Protocol):
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make the policy's weights available under a number. They may change again as soon as this returns."""
 
-    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
-        """Ask for the completions of batch ``index`` by the weights ``version``. Returns at once, unless
-        :attr:`at_once`.
+    def submit(self, index: int, version: int | None, prompts: Sequence[Prompt]) -> None:
+        """Ask for the completions of batch ``index`` by the weights ``version``; None for the newest when a worker
+        starts. Returns at once, unless :attr:`at_once`.
         """
 
     def collect(self, index: int) -> Batch:

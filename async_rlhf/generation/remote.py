@@ -28,7 +28,7 @@ from async_rlhf.config.base import require
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
 from async_rlhf.generation.dispatch import Answer, Arrived, Dispatcher, Stop, Worker, cut
-from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, Version, work
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, work
 from async_rlhf.generation.validate_response import check_completions, fingerprint
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters
@@ -153,7 +153,7 @@ class RemoteGenerator:
             self.trace.add("hand out", self.publisher.began, time.monotonic(), "publisher", version=version)
         self.publisher.began = None
 
-    def submit(self, index: int, version: Version, prompts: Sequence[Prompt]) -> None:
+    def submit(self, index: int, version: int | None, prompts: Sequence[Prompt]) -> None:
         """Cut the batch into requests, of which each free worker takes the next."""
         self._submit(index, version, prompts)
         self._submitted = index
@@ -172,7 +172,7 @@ class RemoteGenerator:
         return self._groups(-version, replies)
 
     def _submit(
-        self, index: int, version: Version, prompts: Sequence[Prompt], params: SamplingParams | None = None
+        self, index: int, version: int | None, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> None:
         # Held-out prompts may be few, and are not sampled in flight.
         size = self._size if params is None else self.config.prompts_per_request
@@ -180,15 +180,16 @@ class RemoteGenerator:
         self._asked[index] = _Asked(prompts, [0, *accumulate(map(len, parts))][: len(parts)], {})
         # The workers have what episodes need since their start.
         sent_params, requests = params and replace(params, episodes=None), []
+        in_flight = self.config.in_flight and params is None
+        probe = self.config.probe_steps if (version is None or version in self._probes) and params is None else 0
+        after = self._newest if version is None else version
         for number, part in enumerate(parts):
-            own = version[number] if isinstance(version, tuple) else version
             # The columns stay here: they may be large, and only rewards and environments need them.
             bare = (replace(prompt, columns={}, messages=None) for prompt in part)
             sent = tuple(bare if self.params.episodes is None else part)
-            probe = self.config.probe_steps if (own is None or own in self._probes) and params is None else 0
-            in_flight = self.config.in_flight and params is None
-            after = self._newest if own is None else own
-            requests.append(Request(index, number, own, sent, probe, in_flight, sent_params, self._submitted, after))
+            requests.append(
+                Request(index, number, version, sent, probe, in_flight, sent_params, self._submitted, after)
+            )
         self.dispatcher.add(requests)
 
     def collect(self, index: int) -> Batch:

@@ -68,7 +68,6 @@ from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
 from async_rlhf.run.factory import check_launch, frozen_device, make_scorer
 from async_rlhf.run.folder import RunFolder, checkpoint_to_resume, hold_folder, refuse_second
 from async_rlhf.run.record import Record, code_digests, derived, of_python
-from async_rlhf.run.schedule import read_schedule
 from async_rlhf.run.shards import SHARDS, load_shards
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.system.lock import Hold
@@ -145,8 +144,6 @@ class Run(Training):
     watch: FailureDetector
     resumed: ResumeState | None
     prompts: SharedPrompts
-    recorded: Mapping[int, tuple[int, ...]] | None
-    """A schedule to repeat."""
     device: torch.device
     chat: ChatTemplate
     """Writes the chats of all prompts, with the time of the run's start."""
@@ -261,7 +258,6 @@ def _build(
     folder, resumed = _find_checkpoint(config, algorithm, ranks)
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
     # Data before models: mistakes in it show within seconds.
-    recorded = ranks.broadcast("recorded schedule", lambda: _read_record(config))
     started = None if resumed is None else resumed.values.get("started")
     chat = ChatTemplate(tokenizer, config.chat, ranks.broadcast("the time", lambda: config.chat.time_of(started)))
     prompts, eval_prompts = _read_prompts(config, inputs, chat, ranks)
@@ -299,7 +295,6 @@ def _build(
         resumed=resumed,
         tokenizer=tokenizer,
         prompts=prompts,
-        recorded=recorded,
         device=device,
         learner=learner,
         chat=chat,
@@ -354,12 +349,6 @@ def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -
     if ranks.is_main:
         folder.check()
     return folder, resumed
-
-
-def _read_record(config: OnlineConfig) -> dict[int, tuple[int, ...]] | None:
-    if config.replay_from is None:
-        return None
-    return read_schedule(Path(config.replay_from), config.generation, config.batch_size, config.num_batches)
 
 
 def _read_prompts(

@@ -76,7 +76,7 @@ class Card:
 
     def _facts(self, values: Mapping[str, Any]) -> dict[str, str]:
         config = self.config
-        lag = f"{config.staleness}, {'exactly' if config.staleness_mode == 'exact' else 'at most'}, for every token"
+        lag = f"{config.staleness}, {'at most' if config.generation.in_flight else 'exactly'}, for every token"
         given = {key: values.get(key) for key in ("environment", "agent")}
         rewards = [values.get("reward_model"), *map(without_text_arguments, values["reward_funcs"])]
         rewards += [f"the {key} {_place(without_text_arguments(name))}" for key, name in given.items() if name]

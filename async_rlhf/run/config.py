@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.config.base import FOLDER, REQUIRED, Checked, key, require
-from async_rlhf.config.common import HeldOutRowsConfig, OfRunConfig, PromptsConfig, RepeatableConfig
+from async_rlhf.config.base import REQUIRED, Checked, key, require
+from async_rlhf.config.common import HeldOutRowsConfig, PromptsConfig
 from async_rlhf.config.episodes import World
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions, check_rewards
@@ -130,14 +130,6 @@ class RunConfig(Checked):
     def world(self) -> World:
         """What answers the policy, by its names."""
         return World(self.environment, self.tools, self.agent)
-
-
-@dataclass(frozen=True)
-class ReplayConfig(OfRunConfig, RepeatableConfig):
-    """Repeat a run from its record: ``async-rlhf replay RUN``. Bounded staleness needs it; exact runs repeat anyway."""
-
-    output_dir: str | None = key(None, *FOLDER, role="place")
-    """Where the repeated run goes; null for the folder "replay" in the run's folder."""
 
 
 def _unpickled(values: dict[str, Any], train: dict[str, Any]) -> RunConfig:

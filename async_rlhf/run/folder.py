@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 FINAL = "final"
 """The folder of the policy after the last batch."""
-METRICS, SAMPLES, SCHEDULE = "metrics.jsonl", "samples.jsonl", "schedule.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 EVAL_SAMPLES = "eval_samples.jsonl"
 REPORT = "report.html"
 """The page about the run (``async-rlhf report``), which the command writes at the end."""
@@ -66,8 +66,7 @@ def refuse_second(folder: Path) -> None:
 
 def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
     """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
-    more = [SCHEDULE] if config.staleness_mode == "bounded" else []
-    more += [EPISODES] if config.generation.max_turns is not None else []
+    more = [EPISODES] if config.generation.max_turns is not None else []
     return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 

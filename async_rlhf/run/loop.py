@@ -25,7 +25,7 @@ from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
-from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, SCHEDULE, Checkpoints
+from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.learning_warning import idle_warning, nothing_learnt
 from async_rlhf.run.manifest import write_whole
@@ -255,8 +255,6 @@ class TrainingLoop(Loop):
 
     def _log(self, scored: ScoredBatch, metrics: dict[str, float], everything: bool) -> None:
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
-        if SCHEDULE in self.logs:
-            self.logs[SCHEDULE].write({"batch": scored.batch.index, "versions": scored.batch.shares})
         for row in episode_rows(scored.batch.index, scored.batch.groups) if EPISODES in self.logs else ():
             self.logs[EPISODES].write(row)
         if (idle := idle_warning(self.run.callbacks.state)) is not None:

@@ -3,21 +3,18 @@
 Version v is the weights after training on v batches. With staleness S, batch b (from 1) is sampled by version
 max(0, b - 1 - S). Publishing version v therefore releases exactly the batches that v must sample: batches 1 to S + 1
 for version 0, batch v + 1 + S for every later one. So at most S + 1 batches are under way at any time,
-and no batch can be too stale. A bounded schedule hands out the same batches at the same time, but a
-worker samples with the newest version that exists when it starts: the schedule's version or a newer one.
+and no batch can be too stale. With weights that come in flight the same batches are handed out at the same time, but a
+worker begins with the newest version that there is, the schedule's or a newer one, and takes every newer one meanwhile.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.data.stream import PromptStream, SharedPrompts
-from async_rlhf.generation.protocol import Generator, SamplingParams, Version
+from async_rlhf.generation.protocol import Generator, SamplingParams
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, drawn_versions
 
@@ -50,8 +47,7 @@ class RolloutSchedule:
         num_batches: batches in all.
         staleness: S.
         trace: records the waiting.
-        bounded: sample with the newest weights there are, at most S batches older than the schedule's newest.
-        recorded: versions of each batch's requests, to be repeated.
+        in_flight: sample with the newest weights there are, at most S batches older than the schedule's newest.
         start: batches that a resumed run has already trained on.
         ahead: batches after those that it had already sampled.
         is_main: whether this is rank 0, which alone has the completions, and checks them.
@@ -66,8 +62,7 @@ class RolloutSchedule:
         num_batches: int,
         staleness: int,
         trace: Trace,
-        bounded: bool = False,
-        recorded: Mapping[int, tuple[int, ...]] | None = None,
+        in_flight: bool = False,
         start: int = 0,
         ahead: Sequence[Batch] = (),
         is_main: bool = True,
@@ -78,13 +73,12 @@ class RolloutSchedule:
         self.num_batches = num_batches
         self.staleness = staleness
         self.trace = trace
-        self.bounded = bounded
-        self.recorded = recorded
+        self.in_flight = in_flight
         self.start = start
         self.is_main = is_main
         self._newest = -1
         self._ahead = {batch.index: batch for batch in ahead}
-        self._asked: dict[int, Version] = {batch.index: batch.shares for batch in ahead}
+        self._asked: dict[int, int | None] = {batch.index: batch.version for batch in ahead}
 
     def __iter__(self) -> Iterator[Batch]:
         for index in range(self.start + 1, self.num_batches + 1):
@@ -115,14 +109,14 @@ class RolloutSchedule:
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Publish a version of the weights and submit the batches that it samples; do nothing if no batch needs it."""
-        batches = self._due(version)
-        # Any version but the last may be the newest when a worker starts, or be required by the recorded schedule.
-        wanted = version < self.num_batches and (self.bounded or self.recorded is not None)
-        if not batches and not wanted:
+        due = batches_for(version, self.staleness, self.num_batches, self.start)
+        batches = [index for index in due if index not in self._ahead]
+        # In flight, any version but the last may draw tokens.
+        if not batches and not (self.in_flight and version < self.num_batches):
             return
         self._publish(policy, version)
         for index in batches:
-            self._asked[index] = self._version(index, version)
+            self._asked[index] = None if self.in_flight else version
             self.generator.submit(index, self._asked[index], self.prompts.batch(index, self.batch_size))
 
     def ask(self, policy: nn.Module, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
@@ -153,18 +147,6 @@ class RolloutSchedule:
                 self.generator.publish(policy, version)
             self._newest = version
 
-    def _due(self, version: int) -> list[int]:
-        """The batches that can be submitted once a version is published."""
-        due: Iterable[int] = batches_for(version, self.staleness, self.num_batches, self.start)
-        if self.recorded is not None:
-            due = (index for index, each in self.recorded.items() if max(each) == version and index > self.start)
-        return [index for index in due if index not in self._ahead]
-
-    def _version(self, index: int, published: int) -> Version:
-        if self.recorded is not None:
-            return self.recorded[index]
-        return None if self.bounded else published
-
     def _check(self, batch: Batch) -> None:
         asked = self._asked[batch.index]
         found = drawn_versions(batch.samples)
@@ -172,39 +154,9 @@ class RolloutSchedule:
             oldest = max(self.start, version_for(batch.index, self.staleness))
             fits, expected = oldest <= min(found) <= max(found) < batch.index, f"{oldest} to {batch.index - 1}"
         else:
-            versions = set(asked) if isinstance(asked, tuple) else {asked}
-            fits, expected = found == versions, ", ".join(map(str, sorted(versions)))
+            fits, expected = found == {asked}, str(asked)
         if not fits:
             raise StaleWeightsError(
                 f"batch {batch.index} must be sampled by version {expected} (staleness {self.staleness}); "
                 f"its tokens come from version {', '.join(map(str, sorted(found)))}"
             )
-
-
-def read_schedule(
-    path: Path, generation: GenerationConfig, batch_size: int, batches: int
-) -> dict[int, tuple[int, ...]]:
-    """The versions of each batch's requests, as recorded by a bounded run.
-
-    Raises:
-        ConfigError: the file is not such a record, or its run cut batches otherwise or had fewer.
-    """
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found = {row["batch"]: tuple(row["versions"]) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"replay_from: got {str(path)!r}; must be the schedule.jsonl of a run: {error}") from error
-    if list(found) != list(range(1, len(found) + 1)) or len(found) < batches:
-        raise ConfigError(f"replay_from: {str(path)!r} has {len(found)} batches; must have all {batches}")
-    wanted, recorded = generation.requests(batch_size), {len(versions) for versions in found.values()}
-    if recorded != {wanted}:
-        raise ConfigError(f"{_other_requests(generation, wanted, max(recorded))}, as in {str(path)!r}")
-    return {index: found[index] for index in range(1, batches + 1)}
-
-
-def _other_requests(generation: GenerationConfig, ours: int, recorded: int) -> str:
-    size = generation.prompts_per_request
-    if size is None:
-        return f"generation.workers: got {generation.shares}; must be {recorded}"
-    right = f"must make {recorded} requests of each batch"
-    return f"generation.prompts_per_request: got {size}, which makes {ours} requests of each batch; {right}"

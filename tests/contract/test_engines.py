@@ -61,7 +61,7 @@ def test_it_computes_and_draws_what_the_learner_would(trained, engine, staleness
     """Version, checksum, probe, draws: all are compared in every batch, and the run ends if one is wrong."""
     options = {"staleness": staleness, "generation": {}}
     if staleness == "in flight":
-        options = {"staleness": 2, "staleness_mode": "bounded", "generation": {"in_flight": True}}
+        options = {"staleness": 2, "generation": {"in_flight": True}}
     _, rows = trained(engine, "process", **options)
     # In flight the clock decides which weights draw a token, so now and then a random number lies on a boundary.
     assert sum(row["engine/redraw_ties"] for row in rows) <= (staleness == "in flight")

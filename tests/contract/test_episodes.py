@@ -20,11 +20,10 @@ from faulty_worker import run_slow_worker
 from test_laws import SAMPLES, assert_same_run, metrics_of, sequential_oracle
 from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, json_rows, new_args, new_policy, rare, rare_unless
 
-from async_rlhf.commands.replay import run_replay
-from async_rlhf.commands.rerun import ReplayDiffersError
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.config.episodes import World
+from async_rlhf.config.parsing import parse
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.generation import process
 from async_rlhf.generation.episodes.endpoint import RefusedError
@@ -36,10 +35,11 @@ from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.sampling import request_seeds, sample_uniforms
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import with_prompt_cap
-from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
+from async_rlhf.studies.explain.rerun import RepetitionDiffersError, read_metrics
 
 STOPS = list(range(60))
 """So many stop tokens that a tiny model ends most answers by itself."""
@@ -189,9 +189,18 @@ def as_command(folder, environment, name="run", **changes) -> RunConfig:
     return RunConfig(str(folder / "policy"), data, environment=world, train=train, algorithm="grpo")
 
 
+def repeat(folder: Path, name: str) -> Path:
+    """The folder of the run in ``folder/run``, which is run again with the replies that it had."""
+    config, _ = parse(RunConfig, "train", ["--config", str(folder / "run" / "run.yml")])
+    generation = replace(config.train.generation, replies_from=str(folder / "run" / "episodes.jsonl"))
+    train = replace(config.train, output_dir=str(folder / name), generation=generation)
+    run_train(replace(config, train=train))
+    return folder / name
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("staleness", [rare(0), 1])
-def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, staleness):
+def test_a_run_with_a_fickle_environment_is_repeated_and_explained(tmp_path, staleness):
     """By what it said, which is in the run's folder; in evaluations too."""
     run_train(as_command(tmp_path, "Fickle", staleness=staleness, eval_steps=2))
     run = tmp_path / "run"
@@ -199,8 +208,9 @@ def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, sta
     assert sum(row["evaluated"] is None for row in episodes) == 24 * 2
     assert sum(row["evaluated"] is not None for row in episodes) == 20 * 2
     assert len({row["metrics"].get("number") for row in episodes}) > 10
-    run_replay(ReplayConfig(str(run)))  # compares all metrics
-    assert (run / "replay" / "episodes.jsonl").read_bytes() == (run / "episodes.jsonl").read_bytes()
+    again = repeat(tmp_path, "again")
+    assert read_metrics(again) == read_metrics(run)
+    assert (again / "episodes.jsonl").read_bytes() == (run / "episodes.jsonl").read_bytes()
     run_explain(ExplainConfig(str(run), batch=2))
     first = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
     said = next(message for message in first["messages"] if message["role"] == "assistant")
@@ -210,16 +220,16 @@ def test_a_run_with_a_fickle_environment_is_replayed_and_explained(tmp_path, sta
     with pytest.raises(
         (EpisodeError, GeneratorError), match="in the recorded run the policy wrote something else here"
     ):
-        run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "changed")))
+        repeat(tmp_path, "changed")
     (run / "episodes.jsonl").rename(run / "elsewhere.jsonl")
-    with pytest.raises((ReplayDiffersError, EpisodeError)):
-        run_replay(ReplayConfig(str(run), output_dir=str(tmp_path / "again")))
+    with pytest.raises((RepetitionDiffersError, EpisodeError)):
+        run_explain(ExplainConfig(str(run), batch=2, overwrite=True))
 
 
-def test_a_run_with_conversations_is_replayed_and_explained(tmp_path):
+def test_a_run_with_conversations_is_repeated_and_explained(tmp_path):
     agent = {"environment": None, "agent": f"{environments.__file__}:forget"}
     run_train(replace(as_command(tmp_path, "Echo", staleness=1), **agent))
-    run_replay(ReplayConfig(str(tmp_path / "run")))
+    assert read_metrics(repeat(tmp_path, "again")) == read_metrics(tmp_path / "run")
     step = run_explain(ExplainConfig(str(tmp_path / "run"), batch=2))["step"]["contributions"]
     assert step["sum_of_units"] == pytest.approx(step["of_the_whole_batch"], rel=1e-4)
 
@@ -417,7 +427,7 @@ def fly(tmp_path, tokenizer, prompts, monkeypatch, generation, **changes):
     """
     monkeypatch.setattr(process, "run_worker", run_slow_worker)
     batches, weights = watch(monkeypatch)
-    options = {"staleness": 2, "staleness_mode": "bounded", "total_episodes": 64, **changes}
+    options = {"staleness": 2, "total_episodes": 64, **changes}
     generation = {**FLYING, "placement": "process", "in_flight": True, "mismatch_steps": 1, **generation}
     args = episode_args(tmp_path, generation=generation, **options)
     _, metrics = run_trainer(tokenizer, prompts, args, Sleepy)

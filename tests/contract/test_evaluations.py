@@ -176,8 +176,8 @@ def test_the_run_is_the_same_with_and_without_evaluations(make_policy, tokenizer
         assert torch.equal(tensor, evaluated.model.state_dict()[name]), name
 
 
-def test_with_bounded_staleness_an_evaluation_still_has_one_version(make_policy, tokenizer, prompts, make_args):
-    options = {"staleness": 2, "staleness_mode": "bounded", "save_steps": 2, **EVERY_TWO}
+def test_in_flight_an_evaluation_still_has_one_version(make_policy, tokenizer, prompts, make_args):
+    options = {"staleness": 2, "save_steps": 2, **EVERY_TWO}
     args = make_args("run", {"in_flight": True}, **options)
     train(make_policy, tokenizer, prompts, args)
     table = lines(args, "eval_samples.jsonl")

@@ -16,17 +16,16 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, ne
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.cli import main
-from async_rlhf.commands.replay import run_replay
-from async_rlhf.commands.rerun import ReplayDiffersError, of_training, read_metrics, read_run
 from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError
 from async_rlhf.models.saving import write_model
-from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain import repetition
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.repetition import Part, Repetition
+from async_rlhf.studies.explain.rerun import RepetitionDiffersError, of_training, read_metrics, read_run
 from async_rlhf.studies.explain.update import difference, inner, norm
 
 REWARD = """
@@ -105,22 +104,6 @@ def test_without_checkpoints_it_repeats_the_run_from_its_beginning(train, algori
     assert first["step"]["without_gradient"]["change"] == pytest.approx(1.0)  # nothing is left of earlier batches
 
 
-def test_a_bounded_run_is_repeated_by_its_schedule_even_if_it_was_cut_off(train):
-    generation = {"placement": "process", "workers": 1}
-    run = train(staleness=2, staleness_mode="bounded", save_steps=2, generation=generation)
-    schedule = run / "schedule.jsonl"
-    lines = schedule.read_text().splitlines(keepends=True)
-    assert len(lines) == 6
-    schedule.write_text("".join(lines[:4]))
-    found = run_explain(ExplainConfig(str(run), batch=4, top=1))
-    assert found["repeated"] == {"from": "checkpoint-2", "batches": 2, "after": 0, "compared": [3, 4]}
-    assert [lag["lag"] for lag in found["lags"]] == [3 - json.loads(lines[3])["versions"][0]]
-
-    schedule.write_text("".join(lines[:3]))
-    with pytest.raises(ConfigError, match=r"has no batch 4; must have it"):
-        run_explain(ExplainConfig(str(run), batch=4, overwrite=True))
-
-
 def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):
     run = train(save_steps=2)
     record = yaml.safe_load((run / "run.yml").read_text())
@@ -128,14 +111,6 @@ def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):
     record["train"] |= hub
     (run / "run.yml").write_text(yaml.safe_dump(record))
     assert run_explain(ExplainConfig(str(run), batch=3, top=0))["repeated"]["compared"] == [3, 4, 5, 6]
-    run_replay(ReplayConfig(str(run)))
-    again = yaml.safe_load((run / "replay" / "run.yml").read_text())["train"]
-    assert {key: again.get(key) for key in hub} == {
-        "push_to_hub": False,
-        "hub_model_id": None,
-        "hub_strategy": "every_save",
-        "hub_private_repo": None,
-    }
 
 
 def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
@@ -146,10 +121,12 @@ def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
     lines[3]["loss/policy_avg"] = true + 1e-7
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(
-        ReplayDiffersError, match=rf"batch 4: loss/policy_avg is {true!r}, was .* \(1 metrics differ\)$"
+        RepetitionDiffersError, match=rf"batch 4: loss/policy_avg is {true!r}, was .* \(1 metrics differ\)$"
     ):
         run_explain(ExplainConfig(str(run), batch=4))
-    with pytest.raises(ReplayDiffersError, match=r"batch 4: loss/policy_avg.*; --after 0 repeats no batch after 3$"):
+    with pytest.raises(
+        RepetitionDiffersError, match=r"batch 4: loss/policy_avg.*; --after 0 repeats no batch after 3$"
+    ):
         run_explain(ExplainConfig(str(run), batch=3))
     run_explain(ExplainConfig(str(run), batch=3, after=0, top=0, output_dir=str(run / "elsewhere")))
     assert not (run / "explain").exists()
@@ -208,7 +185,7 @@ def test_the_command_line(train, capsys):
 
 
 def part(run: Path, batch: int, last: int, checkpoint: str) -> Part:
-    return Part(run, read_run(str(run), "explained"), run / checkpoint, batch, last, range(0))
+    return Part(run, read_run(str(run)), run / checkpoint, batch, last, range(0))
 
 
 def policy_of(checkpoint: Path) -> list[torch.Tensor]:

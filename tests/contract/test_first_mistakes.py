@@ -223,7 +223,6 @@ generate --data p.jsonl --output_dir o --models.a ./nope
 evaluate --data p.jsonl --output_dir o --models.a m --judge.url http://a --judge.model b --judge.prompt_file nope
 serve --model ./nope
 report nope
-replay nope
 explain nope --batch 1
 plan --run nope
 workers nope

@@ -42,7 +42,6 @@ SEEDS = {
     "data": "out: out\nseed: 1\n",
     "quickstart": "out: out\nscale: 0.5\n",
     "serve": "model: m\noptions: {a: 1}\n",
-    "replay": "run: out\n",
     "explain": "run: out\nbatch: 3\n",
     "report": "runs: [a, b]\nout: a.html\n",
 }

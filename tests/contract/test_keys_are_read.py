@@ -31,7 +31,6 @@ from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
 from async_rlhf.commands.recipes import RecipesConfig, run_recipes
 from async_rlhf.commands.relabel import run_relabel
-from async_rlhf.commands.replay import run_replay
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import Stage
@@ -74,7 +73,7 @@ from async_rlhf.rewards.chat import JudgeError
 from async_rlhf.rewards.functions import RewardError
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
 from async_rlhf.run.checkpoint import as_saved
-from async_rlhf.run.config import DataConfig, ReplayConfig, RunConfig
+from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.factory import make_generator
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.studies.certify.command import run_certify
@@ -196,9 +195,8 @@ def _trains(inputs: Inputs) -> None:
     judged = {"reward_model": inputs["judge"], "tokenizer": inputs["policy"], "ref_model": inputs["policy"]}
     penalties = {"non_eos_penalty": "add", "length_penalty": 0.1, "reward_timeout": 60.0, "reward_errors": "skip"}
     kept |= {"stop_at": "eval_objective/scores", "stop_patience": 9}
-    more = {"total_episodes": 32, "staleness": 1, "staleness_mode": "bounded", **kept, **penalties}
+    more = {"total_episodes": 32, "staleness": 1, **kept, **penalties}
     run_train(inputs.run("dpo", "online_dpo", judged, generation=generation, reward_weights=[2.0], **more))
-    run_replay(ReplayConfig(inputs["dpo"]))
     run_explain(ExplainConfig(inputs["dpo"], batch=2))
     late = {"non_eos_penalty": False, "bootstrap_truncated": True, "value_learning_rate": 1e-3}
     ppo = {**late, "kl": KLConfig(target=1.0), "save_steps": 1, "lora": LoRAConfig(rank=2), "resume": True}

@@ -66,7 +66,7 @@ def test_a_command_of_the_core_loads_no_study_no_format_of_others_and_no_task():
         "import sys\nfrom async_rlhf.cli import main\n"
         "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
         "from async_rlhf.run import trainer\n"
-        "from async_rlhf.commands import evaluate, generate, pairs, relabel, replay, reward, serve, sft, train\n"
+        "from async_rlhf.commands import evaluate, generate, pairs, relabel, reward, serve, sft, train\n"
         "print(sorted(m for m in sys.modules if m.split('.')[1:2] and m.split('.')[:1] == ['async_rlhf'] "
         "and m.split('.')[1] in ('compat', 'studies', 'tasks')), file=sys.stderr)"
     )

@@ -299,11 +299,7 @@ def test_newest_weights_between_batches_and_between_tokens_then_no_room_then_no_
     from async_rlhf.generation.ray import RayGenerator
 
     args = make_args(
-        generation={"max_restarts": 0, "heartbeat_timeout": 4.0},
-        staleness=2,
-        staleness_mode="bounded",
-        launch="ray",
-        ray=slow_actors,
+        generation={"max_restarts": 0, "heartbeat_timeout": 4.0}, staleness=2, launch="ray", ray=slow_actors
     )
     connect(args)
     stream, params = PromptStream(prompts, tokenizer), SamplingParams(2, 0.7, 16, (256,), 0)

@@ -85,7 +85,7 @@ def test_vllm_sleeps_while_the_learner_trains_and_wakes_with_its_weights(tmp_pat
 @needs_vllm
 def test_vllm_loads_new_weights_in_flight(tmp_path):
     generation = with_vllm(placement="process", device=DEVICE, in_flight=True, response_length=40)
-    rows = train(tmp_path, "flight", generation, staleness=2, staleness_mode="bounded", bf16=True)
+    rows = train(tmp_path, "flight", generation, staleness=2, bf16=True)
     assert largest(rows, "engine/logprob_difference") < BF16_TOLERANCE
 
 

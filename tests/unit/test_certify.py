@@ -345,10 +345,10 @@ def test_one_held_out_prompt_is_refused_before_the_first_run(inputs, tmp_path):
 
 
 def test_runs_of_at_most_a_staleness_are_refused(inputs, tmp_path):
-    bounded = config(inputs, tmp_path / "out")
-    bounded.base["train"] |= {"staleness_mode": "bounded"}
-    with pytest.raises(ConfigError, match=re.escape("base.train.staleness_mode: got 'bounded'; must be \"exact\"")):
-        run_certify(bounded)
+    flying = config(inputs, tmp_path / "out")
+    flying.base["train"]["generation"] = flying.base["train"].get("generation", {}) | {"in_flight": True}
+    with pytest.raises(ConfigError, match=re.escape("base.train.generation.in_flight: got True; must be false")):
+        run_certify(flying)
 
 
 @pytest.mark.parametrize(

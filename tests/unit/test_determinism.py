@@ -56,7 +56,7 @@ def test_sums_by_blocks_are_cumulative_sums(length):
 @pytest.mark.parametrize(
     ("generation", "changes", "why"),
     [
-        ({"in_flight": True}, {"staleness": 1, "staleness_mode": "bounded"}, "depends on timing"),
+        ({"in_flight": True}, {"staleness": 1}, "depends on timing"),
         ({"engine": "vllm", "placement": "server", "urls": ["http://localhost:8000"]}, {}, "VLLM_BATCH_INVARIANT=1"),
         ({"engine": "vllm"}, {"staleness": 1, "launch": "ray"}, "environments of their own"),
     ],

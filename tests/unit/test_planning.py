@@ -957,7 +957,7 @@ PROPOSED = {
     "llama_8b_8_gpus": ("generation.workers: 3 ", "tensor_parallel"),
     "llama_70b_32_gpus": ("parallel.ranks: 28, generation.vllm.tensor_parallel_size: 4: ", "in_flight"),
     "llama_70b_64_gpus": ("parallel.ranks: 40, generation.vllm.tensor_parallel_size: 8: ", "in_flight"),
-    "llama_8b_16k_32_gpus": ("staleness_mode: bounded, generation.in_flight: true, ", "tensor_parallel"),
+    "llama_8b_16k_32_gpus": ("generation.in_flight: true, ", "tensor_parallel"),
 }
 """What is proposed for a recipe, and what is not: several devices and one queue only where they are needed."""
 

@@ -24,10 +24,10 @@ from browser import browser
 from tiny import PROMPTS, StopAfter, byte_tokenizer, count_letters, json_rows, new_args, new_policy, rare
 
 from async_rlhf.cli import _spelt_out
-from async_rlhf.commands import rerun
 from async_rlhf.config import ConfigError
 from async_rlhf.run.folder import REPORT
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.studies.explain import rerun
 from async_rlhf.studies.report import command as report
 from async_rlhf.studies.report.charts import GREY, Axis, Key, Series, curves, render_png, thinned
 from async_rlhf.studies.report.command import report_of_run, run_report
@@ -327,7 +327,7 @@ def test_a_configuration_of_any_bytes_is_read_or_refused_at_once(copied):
         start = time.perf_counter()
         read_run(run, "a")
         with suppress(ConfigError):
-            rerun.read_run(str(run), "replayed")
+            rerun.read_run(str(run))
         assert time.perf_counter() - start < 2
 
 

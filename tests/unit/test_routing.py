@@ -255,7 +255,7 @@ def test_a_model_without_experts_is_refused_and_other_experts_by_name(make_polic
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"generation": {"in_flight": True}, "staleness": 1, "staleness_mode": "bounded"}, "with generation.in_flight"),
+        ({"generation": {"in_flight": True}, "staleness": 1}, "with generation.in_flight"),
         ({"torch_compile": True}, "with torch_compile"),
     ],
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
-from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.run.schedule import RolloutSchedule, StaleWeightsError, batches_for, read_schedule, version_for
+from async_rlhf.run.schedule import RolloutSchedule, StaleWeightsError, batches_for, version_for
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
@@ -88,25 +86,11 @@ def test_each_version_is_followed_by_what_it_samples_and_nothing_is_published_in
     ]  # fmt: skip
 
 
-def test_a_bounded_schedule_names_no_version_and_publishes_each_that_may_be_the_newest():
+def test_in_flight_the_schedule_names_no_version_and_publishes_each_that_may_be_the_newest():
     generator = Notes({1: [0], 2: [1, 0], 3: [2], 4: [3, 2]})
-    assert run(schedule(generator, bounded=True)) == [1, 2, 3, 4]
+    assert run(schedule(generator, in_flight=True)) == [1, 2, 3, 4]
     assert [call for call in generator.calls if call[0] == "submit"] == [("submit", b, None) for b in (1, 2, 3, 4)]
     assert [call for call in generator.calls if call[0] == "publish"] == [("publish", v) for v in (0, 1, 2, 3)]
-
-
-def test_a_record_is_repeated_and_each_batch_waits_for_its_newest_version():
-    recorded = {1: (0, 0), 2: (0, 1), 3: (1, 0), 4: (3, 2)}
-    generator = Notes()
-    assert run(schedule(generator, recorded=recorded)) == [1, 2, 3, 4]
-    assert [call for call in generator.calls if call[0] != "collect"] == [
-        ("publish", 0), ("submit", 1, (0, 0)),
-        ("publish", 1), ("submit", 2, (0, 1)), ("submit", 3, (1, 0)),
-        ("publish", 2), ("publish", 3), ("submit", 4, (3, 2)),
-    ]  # fmt: skip
-    resumed = Notes()
-    run(schedule(resumed, recorded=recorded, start=2, ahead=[batch(3, [1, 0])]), 2)
-    assert [call for call in resumed.calls if call[0] == "submit"] == [("submit", 4, (3, 2))]
 
 
 @pytest.mark.parametrize(
@@ -115,14 +99,11 @@ def test_a_record_is_repeated_and_each_batch_waits_for_its_newest_version():
         ({}, [0, 0], True),
         ({}, [1], False),
         ({}, [0, 1], False),
-        ({"bounded": True}, [0], True),
-        ({"bounded": True}, [1, 0], True),
-        ({"bounded": True}, [2], False),
-        ({"bounded": True}, [1, 2], False),
-        ({"bounded": True}, [-1, 1], False),
-        ({"recorded": {1: (0,), 2: (0, 1)}}, [1, 0], True),
-        ({"recorded": {1: (0,), 2: (0, 1)}}, [1], False),
-        ({"recorded": {1: (0,), 2: (0, 1)}}, [0, 1, 2], False),
+        ({"in_flight": True}, [0], True),
+        ({"in_flight": True}, [1, 0], True),
+        ({"in_flight": True}, [2], False),
+        ({"in_flight": True}, [1, 2], False),
+        ({"in_flight": True}, [-1, 1], False),
     ],
 )
 def test_tokens_of_other_weights_stop_the_run(options, drawn, right):
@@ -131,7 +112,7 @@ def test_tokens_of_other_weights_stop_the_run(options, drawn, right):
     if right:
         assert run(rollouts) == [1, 2]
         return
-    expected = {"": "version 0", "bounded": "version 0 to 1", "recorded": "version 0, 1"}["".join(options)]
+    expected = "version 0 to 1" if options else "version 0"
     found = ", ".join(map(str, sorted(set(drawn))))
     with pytest.raises(StaleWeightsError) as caught:
         run(rollouts)
@@ -144,7 +125,7 @@ def test_tokens_of_other_weights_stop_the_run(options, drawn, right):
 
 def test_after_a_resume_no_weights_are_older_than_those_it_started_from():
     for drawn, right in (([5], True), ([4], False)):
-        rollouts = schedule(Notes({6: drawn, 7: [6]}), staleness=2, batches=7, bounded=True, start=5)
+        rollouts = schedule(Notes({6: drawn, 7: [6]}), staleness=2, batches=7, in_flight=True, start=5)
         if right:
             assert run(rollouts, 5) == [6, 7]
         else:
@@ -186,29 +167,3 @@ def test_an_evaluation_is_by_just_its_version_which_is_published_once():
         StaleWeightsError, match=r"after batch 2 must be of version 2; its tokens come from version 1, 2, 3$"
     ):
         rollouts.answers(2)
-
-
-def test_a_record_is_read_as_far_as_the_run_goes(tmp_path):
-    path = tmp_path / "schedule.jsonl"
-    path.write_text("".join(json.dumps({"batch": b, "versions": [b - 1, b - 1]}) + "\n" for b in (1, 2, 3)))
-    two = GenerationConfig(workers=2)
-    assert read_schedule(path, two, 4, 2) == {1: (0, 0), 2: (1, 1)}
-    assert read_schedule(path, GenerationConfig(prompts_per_request=2), 4, 3)[3] == (2, 2)
-    with pytest.raises(ConfigError, match="has 3 batches; must have all 4"):
-        read_schedule(path, two, 4, 4)
-    with pytest.raises(ConfigError, match=r"generation.workers: got 1; must be 2, as in"):
-        read_schedule(path, GenerationConfig(workers=1), 4, 3)
-    right = (
-        r"prompts_per_request: got 1, which makes 4 requests of each batch; must make 2 requests of each batch, as in"
-    )
-    with pytest.raises(ConfigError, match=right):
-        read_schedule(path, GenerationConfig(prompts_per_request=1), 4, 3)
-    path.write_text('{"batch": 1, "versions": [0, 0]}\n{"batch": 3, "versions": [0, 0]}\n')
-    with pytest.raises(ConfigError, match="has 2 batches; must have all 2"):
-        read_schedule(path, two, 4, 2)
-    for text in ("", "[]\n", '{"batch": 1}\n', "{\n"):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match="replay_from: "):
-            read_schedule(path, two, 4, 1)
-    with pytest.raises(ConfigError, match=r"must be the schedule.jsonl of a run"):
-        read_schedule(tmp_path / "none.jsonl", two, 4, 1)

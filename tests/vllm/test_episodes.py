@@ -180,7 +180,6 @@ def test_in_flight_every_token_is_of_the_weights_that_it_names(where, request, m
     args = make_args(
         generation={**LONG_EPISODES, "in_flight": True, **options},
         staleness=staleness,
-        staleness_mode="bounded",
         total_episodes=8 * count,
         learning_rate=5e-3,
     )

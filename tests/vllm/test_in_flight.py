@@ -65,7 +65,6 @@ def flying_args(make_args, where):
     return make_args(
         generation={"in_flight": True, "response_length": 200, **where},
         staleness=STALENESS,
-        staleness_mode="bounded",
         total_episodes=8 * BATCHES,
         learning_rate=5e-3,
     )

@@ -91,9 +91,9 @@ def trials_of(config: CertifyConfig) -> list[Trial]:
         ConfigError: a configuration that cannot be run.
     """
     held_out = parsed_held_out(config)
-    mode = parsed_run(config, {"train.staleness": config.staleness}).train.staleness_mode
-    right = 'must be "exact": a certificate is about runs of one staleness, and "bounded" is at most that'
-    require(mode == "exact", "base.train.staleness_mode", mode, right)
+    in_flight = parsed_run(config, {"train.staleness": config.staleness}).train.generation.in_flight
+    right = "must be false: a certificate is about runs of one staleness, and in flight it is at most that"
+    require(not in_flight, "base.train.generation.in_flight", in_flight, right)
     first = config.seed + config.of_gain
     return _trials(config, held_out, range(first, first + config.max_pairs))
 

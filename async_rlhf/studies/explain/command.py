@@ -12,20 +12,27 @@ from typing import Any
 
 import torch
 
-from async_rlhf.commands.rerun import Line, ReplayDiffersError, of_training, read_metrics, read_run, require_equal
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
-from async_rlhf.run.folder import SCHEDULE, Checkpoints, batch_of
+from async_rlhf.run.folder import Checkpoints, batch_of
 from async_rlhf.run.record import ENVIRONMENT
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.explanation import explained
 from async_rlhf.studies.explain.page import page
 from async_rlhf.studies.explain.repetition import Course, Part, Repetition, share
+from async_rlhf.studies.explain.rerun import (
+    Line,
+    RepetitionDiffersError,
+    of_training,
+    read_metrics,
+    read_run,
+    require_equal,
+)
 from async_rlhf.studies.explain.update import difference, norm
 from async_rlhf.studies.explain.what_if import what_changes
 from async_rlhf.system.files import write_file
@@ -42,9 +49,9 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: the run cannot be repeated, or has no such batch.
-        ReplayDiffersError: what was repeated is not what the run had logged.
+        RepetitionDiffersError: what was repeated is not what the run had logged.
     """
-    run, original = Path(config.run), read_run(config.run, "explained")
+    run, original = Path(config.run), read_run(config.run)
     _require_one_rank(run, original)
     folder = run / "explain" if config.output_dir is None else Path(config.output_dir)
     files = [folder / f"explain-{config.batch}.{kind}" for kind in ("json", "txt")]
@@ -88,10 +95,6 @@ def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> P
     """What is repeated of a run that has logged so many batches."""
     right = f"must be 1 to {last}, the last batch that {config.run!r} has logged"
     require(config.batch <= last, "batch", config.batch, right)
-    if original.train.staleness_mode == "bounded":
-        last = min(last, len((run / SCHEDULE).read_text(encoding="utf-8").splitlines()))
-        right = f"has no batch {config.batch}; must have it, to be repeated with the versions that it had"
-        require(last >= config.batch, "run", str(run / SCHEDULE), right)
     first = max(1, config.batch - max(config.before, 1) + 1)
     checkpoint = Checkpoints(run).newest_whole(until=first - 1)
     if checkpoint is None and original.train.resume_from is not None:
@@ -129,9 +132,9 @@ def _require_as_logged(ours: Mapping[int, Line], logged: Mapping[int, Line], bat
         both = [each for each in ours if each in logged and (each > batch) is after]
         try:
             require_equal([ours[each] for each in both], [logged[each] for each in both])
-        except ReplayDiffersError as error:
+        except RepetitionDiffersError as error:
             told = f"; --after 0 repeats no batch after {batch}" if after else ""
-            raise ReplayDiffersError(f"{error}{told}") from error
+            raise RepetitionDiffersError(f"{error}{told}") from error
 
 
 def _say_from(part: Part, start: int) -> None:
@@ -154,7 +157,7 @@ def _taken_apart(
         experience = update.annotate(scored)
         again = update.take(experience)
         if not all(map(torch.equal, again, found.after)):
-            raise ReplayDiffersError("the update cannot be repeated bit for bit: on a GPU, set train.deterministic")
+            raise RepetitionDiffersError("the update cannot be repeated bit for bit: on a GPU, set train.deterministic")
         logger.info("explain: the update repeats bit for bit; taking it apart")
         account = explained(update, scored, experience, run.scorer, run.tokenizer, found.after, config.top)
         account["later"] = found.later

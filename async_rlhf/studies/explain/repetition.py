@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +11,15 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from async_rlhf.commands.rerun import Line, ReplayDiffersError, of_training, read_metrics, without_uploads
 from async_rlhf.commands.train import make_trainer
 from async_rlhf.distributed.parallel import trainable
 from async_rlhf.models.context_length import with_prompt_cap
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.config import RunConfig
-from async_rlhf.run.folder import SCHEDULE
-from async_rlhf.run.schedule import version_for
 from async_rlhf.run.trainer import train
 from async_rlhf.studies.explain.explanation import number
 from async_rlhf.studies.explain.omission import Omission, Omissions
+from async_rlhf.studies.explain.rerun import Line, RepetitionDiffersError, of_training, read_metrics, without_uploads
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, difference, inner, norm
 from async_rlhf.types import Batch, ScoredBatch
 
@@ -45,30 +42,15 @@ class Part:
 
     def config(self, scratch: Path) -> RunConfig:
         """The run's configuration, to be repeated in a folder."""
-        bounded = self.original.train.staleness_mode == "bounded"
         train = without_uploads(
             self.original.train,
             self.run,
             scratch / "run",
-            replay_from=str(self._schedule(scratch)) if bounded else None,
             resume_from=None if self.checkpoint is None else str(self.checkpoint),
             logging_steps=1,
             trace=False,
         )
         return replace(self.original, train=with_prompt_cap(train, self.original.model))
-
-    def _schedule(self, scratch: Path) -> Path:
-        """The run's schedule up to the last batch. What comes later is not repeated, and gets the newest versions, so
-        that nothing is sampled for it.
-        """
-        config = self.original.train
-        lines = (self.run / SCHEDULE).read_text(encoding="utf-8").splitlines()[: self.last]
-        requests = config.generation.requests(config.batch_size)
-        later = range(self.last + 1, config.num_batches + 1)
-        lines += [json.dumps({"batch": b, "versions": [version_for(b, 0)] * requests}) for b in later]
-        path = scratch / SCHEDULE
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return path
 
 
 class _Witness:
@@ -130,7 +112,7 @@ class Repetition(TrainerCallback):
         scores: other scores of completions of the batch, which are counted from 1 in its order.
 
     Raises:
-        ReplayDiffersError: a callback has stopped the run before the batch.
+        RepetitionDiffersError: a callback has stopped the run before the batch.
     """
 
     update: RepeatableUpdate
@@ -165,7 +147,7 @@ class Repetition(TrainerCallback):
         train(replace(self.trainer.run, scorer=cast(Scorer, witness)))
         self._omissions.followed = []
         if not self.after:
-            raise ReplayDiffersError(f"the run has ended before batch {part.batch}: a callback has stopped it")
+            raise RepetitionDiffersError(f"the run has ended before batch {part.batch}: a callback has stopped it")
         metrics = of_training(read_metrics(Path(config.train.output_dir)))
         self.course = Course(witness.seen, self._kept, metrics)
         self.end = clones(self._policy)

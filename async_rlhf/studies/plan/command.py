@@ -229,7 +229,7 @@ def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
     lines = [f"Set staleness: {proposal.staleness}, {where}{each}: {outcome.step_seconds:.3g} s a batch{rate}."]
     if proposal.in_flight > 1:
         lines += [
-            "The longest answers decide how long a batch is sampled: also set staleness_mode: bounded, "
+            "The longest answers decide how long a batch is sampled: also set "
             f"generation.in_flight: true, which is {proposal.in_flight:.2f} times as fast."
         ]
     lines += _memory(source.times, split)

@@ -1,4 +1,4 @@
-"""What ``replay`` and ``explain`` share: they read a run from its folder, and compare metrics."""
+"""A run as its folder has it, to be repeated; and the comparison of metrics."""
 
 from __future__ import annotations
 
@@ -21,16 +21,12 @@ Line: TypeAlias = dict[str, float]
 """Of metrics.jsonl, without times."""
 
 
-class ReplayDiffersError(DiffersError):
-    """A replay's metrics differ from those of the run."""
+class RepetitionDiffersError(DiffersError):
+    """The metrics of what was repeated differ from those of the run."""
 
 
-def read_run(run: str, cannot: str) -> RunConfig:
-    """The configuration of a run, which must say all that is needed to repeat it.
-
-    Args:
-        run: its output folder.
-        cannot: what else cannot be done with it, for errors, such as "replayed".
+def read_run(run: str) -> RunConfig:
+    """The configuration of a run, by its output folder. It must say all that is needed to repeat the run.
 
     Raises:
         ConfigError: there is no run, or it cannot be repeated from its record.
@@ -42,11 +38,13 @@ def read_run(run: str, cannot: str) -> RunConfig:
     objects = unnamed_in(folder / RUN_FILE)
     if objects:
         why = f"was started from Python with objects that {RUN_FILE} cannot name ({'; '.join(objects)})"
-        raise ConfigError(f"run: {run!r} {why}, and cannot be {cannot}")
+        raise ConfigError(f"run: {run!r} {why}, and cannot be explained")
     original, _ = parse(RunConfig, "train", ["--config", str(folder / RUN_FILE)])
-    if not original.train.generation.seed_per_request:
-        why = "sampled with train.generation.seed_per_request false, so that nothing says what was drawn"
-        raise ConfigError(f"run: {run!r} {why}, and cannot be {cannot}")
+    how = original.train.generation
+    for key, unknown in (("seed_per_request", not how.seed_per_request), ("in_flight", how.in_flight)):
+        if unknown:
+            why = f"sampled with train.generation.{key} {str(key == 'in_flight').lower()}"
+            raise ConfigError(f"run: {run!r} {why}, so that nothing says what was drawn, and cannot be explained")
     chat = replace(original.train.chat, now=original.train.chat.now or first_time(folder))
     return replace(original, train=replace(original.train, chat=chat))
 
@@ -88,12 +86,12 @@ def require_equal(found: Sequence[Line], expected: Sequence[Line]) -> None:
     """Compare lines of metrics.
 
     Raises:
-        ReplayDiffersError: names the first difference.
+        RepetitionDiffersError: names the first difference.
     """
     for ours, theirs in zip(found, expected, strict=False):
         keys = [key for key in theirs if ours.get(key) != theirs[key]]
         if keys:
-            raise ReplayDiffersError(
+            raise RepetitionDiffersError(
                 f"batch {theirs['batch']:g}: {keys[0]} is {ours.get(keys[0])!r}, was {theirs[keys[0]]!r} "
                 f"({len(keys)} metrics differ)"
             )
