@@ -216,7 +216,7 @@ def test_the_help_explains_every_key(command):
 
 def test_the_help_says_rules_and_roles():
     found = explained("train")
-    assert found["train.staleness"].endswith("0 is synchronous. Must be at least 0 and at most 128.")
+    assert found["train.staleness"].endswith("Must be at least 0 and at most 128.")
     assert found["train.generation.timeout"].endswith("Must be above 0. [speed]")
     assert found["train.total_episodes"].endswith("[may change on resume: the run becomes longer]")
     assert found["train.num_threads"].endswith("[speed] [must stay on resume: the last digits of sums depend on it]")
