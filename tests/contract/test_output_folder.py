@@ -122,7 +122,7 @@ def test_no_model_is_loaded_in_a_folder_that_is_held(make, make_args):
 
 
 def test_a_run_whose_lock_was_taken_over_writes_no_more(make, make_args):
-    """It was stopped for long, on a host that others cannot look into."""
+    """It did not reach the file system for long, which gave its lock to another."""
     args = make_args(save_steps=1)
     folder = Path(args.output_dir)
 
@@ -130,7 +130,7 @@ def test_a_run_whose_lock_was_taken_over_writes_no_more(make, make_args):
         lock = folder / ".run.lock"
         lock.write_text(json.dumps({**json.loads(lock.read_text()), "host": "elsewhere", "token": "another"}))
 
-    with pytest.raises(OSError, match=r"taken over while this process gave no sign of life, by process .* 'elsewhere'"):
+    with pytest.raises(OSError, match=r"taken over while this process did not reach it, by process .* 'elsewhere'"):
         make(args, At(3, take_over)).train()
     assert [path.name for path in Checkpoints(folder).all()] == ["checkpoint-1", "checkpoint-2"]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
