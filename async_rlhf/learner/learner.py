@@ -122,7 +122,7 @@ class Learner:
         """What a reference policy that computes apart says of batches, on rank 0."""
         self._reference_apart = reference_apart and own_reference is not None
         if self._reference_apart and self.ranks.is_main:
-            self._early = EarlyResults(self._reference_logprobs, name="reference", hangs=False)
+            self._early = EarlyResults(self._reference_logprobs, name="reference", functions=False)
         self._prepare(own_reference, optimizers[0])
         self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,

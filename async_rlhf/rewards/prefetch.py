@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -27,8 +27,8 @@ class _Job(Generic[Judged]):
     index: int
     groups: Sequence[Group]
     done: Future[Judged] = field(default_factory=Future)
-    before: RandomState | None = None
-    """The state of the global random generators before it was judged; None if it has not been, or drew nothing."""
+    drew: bool = False
+    """Whether judging it drew random numbers, which were given back: it has to be judged again, in its turn."""
 
     @property
     def is_waiting(self) -> bool:
@@ -39,47 +39,40 @@ class _Job(Generic[Judged]):
 class EarlyResults(Generic[Judged]):
     """Judges batches one after the other in a daemon thread, so that a function that hangs keeps nothing from ending.
 
+    Once judging has drawn from the global random generators, all later batches are judged in their turn: what they
+    draw depends on those before.
+
     Args:
         judge: computes the rewards of groups. It is never called twice at the same time.
         join: makes the rewards of a batch from those of its parts, in order, where these may be judged apart, while
             others are still being sampled; None if a batch has to be judged as a whole.
-        ordered: judge batches in the order of their turns, as what is judged may depend on what was judged before:
-            functions may draw random numbers. Else in the order in which they come.
-        waits: whether a batch must not be judged before its turn; asked where ``ordered``.
         name: what is computed, for traces.
-        hangs: whether ``judge`` may do so. Else it is waited for at the end: a thread that is amid a kernel when the
-            interpreter ends can abort the process.
+        functions: whether users' functions judge, which may hang and may draw random numbers. Else the thread is
+            waited for at the end: one that is amid a kernel when the interpreter ends can abort the process.
     """
 
     def __init__(
         self,
         judge: Callable[[Sequence[Group]], Judged],
         join: Callable[[Sequence[Judged]], Judged] | None = None,
-        ordered: bool = False,
-        waits: Callable[[int], bool] = lambda index: False,
         name: str = "rewards",
-        hangs: bool = True,
+        functions: bool = True,
     ) -> None:
-        self._judge, self._join, self._ordered, self._waits = judge, join, ordered, waits
-        self._name, self._hangs = name, hangs
+        self._judge, self._join, self._name, self._functions = judge, join, name, functions
         self._here: dict[int, dict[int, Sequence[Group]]] = {}
         """Parts of batches that are not whole yet, by the number of the first prompt."""
         self._alone = threading.Lock()
         self._changed = threading.Condition()
         self._jobs: dict[int, dict[int, _Job[Judged]]] = {}
         """By batch and number of the first prompt, in the order in which they came."""
-        self._next = 1
-        """The batch whose turn it is, or comes next."""
+        self._draws = False
+        self._before: RandomState | None = None
+        """The state of the global random generators before what is being judged; None if nothing is."""
 
     @contextmanager
-    def running(self, trace: Trace | None, first: int = 1) -> Iterator[None]:
-        """Within, batches are judged when :meth:`begin` hands them in.
-
-        Args:
-            trace: gets a span of each.
-            first: the batch that has the first turn.
-        """
-        self._next, ended = first, threading.Event()
+    def running(self, trace: Trace | None) -> Iterator[None]:
+        """Within, batches are judged when :meth:`begin` hands them in; the trace gets a span of each."""
+        ended = threading.Event()
         thread = threading.Thread(target=self._work, args=(trace, ended), name=f"early {self._name}", daemon=True)
         thread.start()
         try:
@@ -90,7 +83,7 @@ class EarlyResults(Generic[Judged]):
                 for job in self._all():
                     job.done.cancel()
                 self._changed.notify_all()
-            thread.join(0.0 if self._hangs else _LONGEST)
+            thread.join(0.0 if self._functions else _LONGEST)
 
     def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int) -> None:
         """Hand in prompts that have just been sampled; from any thread.
@@ -102,6 +95,8 @@ class EarlyResults(Generic[Judged]):
             prompts: how many the batch has.
         """
         with self._changed:
+            if self._draws:
+                return
             if self._join is None:
                 here = self._here.setdefault(index, {})
                 here[first] = groups
@@ -112,15 +107,10 @@ class EarlyResults(Generic[Judged]):
             self._jobs.setdefault(index, {})[first] = _Job[Judged](index, groups)
             self._changed.notify_all()
 
-    def look_again(self) -> None:
-        """Say that a batch that had to wait for its turn may no longer have to."""
-        with self._changed:
-            self._changed.notify_all()
-
     def random_state(self) -> RandomState:
-        """The state of the global random generators, from which the batches that have not had their turn yet draw."""
+        """The state of the global random generators, from which batches draw that have not had their turn yet."""
         with self._changed:
-            return self._drawn_from() or capture()
+            return self._before or capture()
 
     def of(self, batch: Batch) -> Judged:
         """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
@@ -129,45 +119,29 @@ class EarlyResults(Generic[Judged]):
             given = [id(group.samples) for job in jobs for group in job.groups]
             # What was judged is what the batch has come to, the very same completions.
             usable = bool(jobs) and given == [id(group.samples) for group in batch.groups]
-            if self._ordered and self._waits(batch.index):
-                usable = usable and not jobs[0].is_waiting
             if not usable:
                 for job in jobs:
                     job.done.cancel()
         try:
             if usable:
-                judged = [job.done.result() for job in jobs]
-                return judged[0] if self._join is None else self._join(judged)
+                for job in jobs:
+                    with suppress(CancelledError):
+                        job.done.exception()
+                if not any(job.drew or job.done.cancelled() for job in jobs):
+                    judged = [job.done.result() for job in jobs]
+                    return judged[0] if self._join is None else self._join(judged)
             with self._alone:
-                self._take_back(batch.index)
-                return self._judge(batch.groups)
+                before = capture()
+                try:
+                    return self._judge(batch.groups)
+                finally:
+                    self._draws = self._draws or not equal(before, capture())
         finally:
             with self._changed:
                 self._jobs.pop(batch.index, None)
-                self._next = max(self._next, batch.index + 1)
-                self._changed.notify_all()
 
     def _all(self) -> list[_Job[Judged]]:
         return [job for jobs in self._jobs.values() for job in jobs.values()]
-
-    def _drawn_from(self) -> RandomState | None:
-        """The state before the first job that has drawn random numbers, or may be doing so."""
-        drew = [job for job in self._all() if job.before is not None]
-        return min(drew, key=lambda job: job.index).before if drew else None
-
-    def _take_back(self, index: int) -> None:
-        """Give back the random numbers that were drawn before their turn: they belong to ``index``, whose turn it is.
-        What drew them is judged again, but for earlier completions of ``index`` itself.
-        """
-        with self._changed:
-            state = self._drawn_from()
-            self._jobs.pop(index, None)
-            if not self._ordered or state is None:
-                return
-            restore(*state)
-            for job in self._all():
-                if job.before is not None:
-                    job.done, job.before = Future(), None
 
     def _work(self, trace: Trace | None, ended: threading.Event) -> None:
         while True:
@@ -180,17 +154,12 @@ class EarlyResults(Generic[Judged]):
                     job = self._possible()
                     if job is None or not job.done.set_running_or_notify_cancel():
                         continue
-                    job.before = capture()
+                    self._before = capture()
                 self._do(job, trace)
 
     def _possible(self) -> _Job[Judged] | None:
         """What can be judged next, before its turn."""
-        if not self._ordered:
-            return next((job for job in self._all() if job.is_waiting), None)
-        index = self._next
-        while index in self._jobs and not self._jobs[index][0].is_waiting:
-            index += 1
-        return self._jobs[index][0] if index in self._jobs and not self._waits(index) else None
+        return next((job for job in self._all() if job.is_waiting), None)
 
     def _do(self, job: _Job[Judged], trace: Trace | None) -> None:
         started = time.monotonic()
@@ -200,10 +169,14 @@ class EarlyResults(Generic[Judged]):
         except BaseException as error:  # whatever it is, it is raised where the batch has its turn
             outcome = partial(job.done.set_exception, error)
         with self._changed:
-            if job.before is not None and equal(job.before, capture()):
-                job.before = None
+            assert self._before is not None
+            if self._functions and not equal(self._before, capture()):
+                restore(*self._before)
+                self._draws = job.drew = True
+                for other in self._all():
+                    other.done.cancel()
+            self._before = None
             outcome()
-            self._changed.notify_all()
         if trace is not None:
             what = {"batch": job.index} if job.index > 0 else {"evaluation": -job.index}
             trace.add(self._name, started, time.monotonic(), self._name, **what)

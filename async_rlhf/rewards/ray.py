@@ -185,12 +185,12 @@ class RayScorer(Scorer):
     model_elsewhere = True
 
     @contextmanager
-    def started(self, trace: Trace | None = None, first: int = 1) -> Iterator[None]:
+    def started(self, trace: Trace | None = None) -> Iterator[None]:
         """Within, the reward workers are running."""
         model = [] if self.reward_model is None else [ray.put(self.reward_model)]
         self._pool = RewardPool(self.config, model, self._pickled)
         try:
-            with self._early.running(trace, first):
+            with self._early.running(trace):
                 yield
         finally:
             self._pool.close()

@@ -114,12 +114,7 @@ class Scorer:
         self._weights = dict(zip(names, weights, strict=True))
         by_prompt = all(getattr(function, "by_prompt", False) for function in reward_funcs)
         join = _Judged.join if reward_funcs and by_prompt and not self.model_elsewhere else None
-        self._ordered = bool(reward_funcs) and join is None
-        self._early = EarlyResults(self._judge, join, self._ordered, self._waits, hangs=bool(reward_funcs))
-        self._decided: int | None = None
-        """The last batch after which it is known whether an evaluation was asked for; None without evaluations."""
-        self._evaluated: set[int] = set()
-        """Versions that held-out answers are asked of."""
+        self._early = EarlyResults(self._judge, join, functions=bool(reward_funcs))
         self._processes: dict[str, StoppableFunction] = {}
         """Of the functions that a time limit can stop, unless actors call them."""
         if config.reward_timeout is not None and (config.launch == "local" or config.ray.reward_workers == 0):
@@ -199,28 +194,13 @@ class Scorer:
 
     def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int | None = None) -> None:
         """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
-        learner is computed from now on, or once the batch is whole, unless a function keeps a state, and so has to see
-        the batches in their turn. From any thread of rank 0.
+        learner is computed from now on, or once the batch is whole, unless a function keeps a state or draws random
+        numbers, and so has to see the batches in their turn. From any thread of rank 0.
 
-        Held-out answers have minus their version as the batch, and are so many ``prompts``. Functions that judge a
-        whole batch see them, and the batch after them, in their turn: a function that draws random numbers is to draw
-        the same ones in every run.
+        Held-out answers have minus their version as the batch, and are so many ``prompts``.
         """
-        if not self.state() and (index > 0 or not self._ordered):
+        if not self.state():
             self._early.begin(index, first, groups, self.config.batch_size if prompts is None else prompts)
-
-    def expect(self, batch: int, evaluation: int | None) -> None:
-        """Say that all evaluations up to ``batch`` have been asked for, and that the answers of the version
-        ``evaluation`` are still to be scored; before the first batch and after each, in a run that has evaluations.
-        """
-        self._decided = batch
-        self._evaluated |= set() if evaluation is None else {evaluation}
-        self._early.look_again()
-
-    def _waits(self, index: int) -> bool:
-        """Whether held-out answers are scored right before a batch, or may be."""
-        version = index - 1 - self.config.evaluation_delay
-        return self._decided is not None and version > 0 and (version > self._decided or version in self._evaluated)
 
     def random_state(self) -> RandomState:
         """The state of the global random generators, from which the rewards of the next batch draw."""
@@ -245,12 +225,9 @@ class Scorer:
         return _Judged(by_model_R, by_functions, time.monotonic() - started, causes)
 
     @contextmanager
-    def started(self, trace: Trace | None = None, first: int = 1) -> Iterator[None]:
-        """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop.
-
-        Args:
-            trace: gets spans of rewards that are computed before their batch's turn.
-            first: the batch that has the first turn.
+    def started(self, trace: Trace | None = None) -> Iterator[None]:
+        """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop. The trace gets
+        spans of rewards that are computed before their batch's turn.
         """
         if not self.ranks.is_main:
             yield
@@ -261,7 +238,7 @@ class Scorer:
                     warn_unstoppable(name, why)
         try:
             self._prepare()
-            with self._early.running(trace, first):
+            with self._early.running(trace):
                 yield
         finally:
             for process in self._processes.values():

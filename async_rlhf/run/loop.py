@@ -296,7 +296,6 @@ class TrainingLoop(Loop):
             evaluations.ask(batch)
             if ends or evaluations.is_due(batch):
                 self._take_evaluation()
-        self.run.scorer.expect(batch, evaluations.asked)
 
     def _take_evaluation(self) -> None:
         """Score the answers that were asked for, and log them as of the batch after which they were."""

@@ -297,12 +297,8 @@ def train(run: Run) -> OnlineTrainerState:
         generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads, rows)))
         if run.resumed is not None:
             generator.agreement.restore(run.resumed.values["agreement"])
-        trained = 0 if run.resumed is None else run.resumed.batch
-        stack.enter_context(run.scorer.started(trace, first=trained + 1))
+        stack.enter_context(run.scorer.started(trace))
         stack.enter_context(run.learner.started(trace))
-        if run.eval_prompts is not None:
-            pending = None if run.resumed is None else run.resumed.evaluation
-            run.scorer.expect(trained, None if pending is None else pending.version)
         generator.on_arrival = partial(_arrived, run)
         run.require_folder()
         logs = {}

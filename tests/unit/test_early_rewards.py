@@ -8,12 +8,11 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import json_rows, rare, rare_unless
+from tiny import json_rows, rare
 from transformers import TrainerCallback
 
 from async_rlhf import KLConfig
@@ -101,16 +100,6 @@ def test_a_function_with_a_state_sees_each_batch_in_its_turn(make_policy, tokeni
     assert state["values"]["rewards"] == {"Stateful": {"calls": 2}}
 
 
-def test_a_batch_before_which_an_evaluation_is_due_waits_for_it(make_policy, tokenizer, prompts, make_args):
-    """So the functions are called in the order that they always had, and never beside themselves."""
-    args, function = asynchronous(make_args, "run", eval_steps=2), Slow(0.1)
-    run(make_policy(), tokenizer, prompts, args, function, eval_dataset=prompts[:4])
-    # The answers of version 2 are scored after batch 4, those of version 4 after batch 6.
-    assert sorted(batch for batch, *_ in spans(args.output_dir, "rewards")) == [1, 2, 3, 4, 6]
-    assert function.most == 1
-    assert len(function.calls) == 9
-
-
 def test_an_error_stops_the_run_when_its_batch_has_its_turn(make_policy, tokenizer, prompts, make_args):
     args, calls = asynchronous(make_args, "run"), []
 
@@ -134,40 +123,16 @@ class Drawing(Slow):
         return [random.random() + float(torch.rand(())) for _ in completions]
 
 
-class WaitForTheNext(TrainerCallback):
-    """Holds each batch up until the next one has been judged."""
-
-    def __init__(self, function: Slow) -> None:
-        self.function = function
-
-    def on_step_end(self, args, state, control, **_):
-        deadline = time.monotonic() + 60
-        while len(self.function.calls) <= state.global_step < state.max_steps and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-
 def test_a_checkpoint_has_the_random_numbers_that_the_next_batch_was_judged_with(
     make_policy, tokenizer, prompts, make_args
 ):
     whole, function = asynchronous(make_args, "whole", save_steps=1), Drawing(0.0)
-    lines = run(make_policy(), tokenizer, prompts, whole, function, callbacks=[WaitForTheNext(function)])
-    assert len(function.calls) == 6
+    lines = run(make_policy(), tokenizer, prompts, whole, function)
+    assert 6 <= len(function.calls) <= 7  # the first batch again, if it was judged early
     again = replace(whole, output_dir=f"{whole.output_dir}-again", resume_from=f"{whole.output_dir}/checkpoint-3")
     random.seed(5)
     found = run(make_policy(), tokenizer, prompts, again, Drawing(0.0))
     assert [line["objective/scores"] for line in found][-3:] == [line["objective/scores"] for line in lines][3:]
-
-
-class OwnNumbers(Slow):
-    """Draws from a generator of its own, of which nobody knows."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.generator = random.Random(5)
-
-    def __call__(self, completions, **_):
-        super().__call__(completions)
-        return [self.generator.random() for _ in completions]
 
 
 class AskAt(TrainerCallback):
@@ -199,20 +164,8 @@ class Late(TrainerCallback):
         time.sleep(0.15)
 
 
-FORESEEN = ("every second", "every batch", "every third", "by a callback")
-"""Of the other evaluations nobody knows, when a batch is judged early, that they are to come before it: the numbers of
-the global generators are taken back then; those of a function's own generator cannot be."""
-
-
-OFTEN = (0, 3, len(CASES) - 1, len(CASES) + 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "case"), rare_unless(lambda i: i in OFTEN, [*product([Drawing], CASES), *product([OwnNumbers], FORESEEN)])
-)
-def test_random_rewards_are_those_that_are_drawn_in_turn(
-    make_policy, tokenizer, prompts, make_args, monkeypatch, kind, case
-):
+@pytest.mark.parametrize("case", [case if n in (0, 3, 6) else rare(case) for n, case in enumerate(CASES)])
+def test_random_rewards_are_those_that_are_drawn_in_turn(make_policy, tokenizer, prompts, make_args, monkeypatch, case):
     """Held-out answers draw between the same two batches, however early these were sampled."""
     steps, staleness, asked, last = CASES[case]
     found = []
@@ -225,7 +178,7 @@ def test_random_rewards_are_those_that_are_drawn_in_turn(
         random.seed(1)
         torch.manual_seed(1)
         held = prompts[:4]
-        rows = run(make_policy(), tokenizer, prompts, args, kind(0.0), eval_dataset=held, callbacks=callbacks)
+        rows = run(make_policy(), tokenizer, prompts, args, Drawing(0.0), eval_dataset=held, callbacks=callbacks)
         found.append([{k: v for k, v in row.items() if "time/" not in k and k != "eps"} for row in rows])
         assert bool(spans(args.output_dir, "rewards")) == (name == "early")
     assert len([row for row in found[0] if "eval_objective/scores" in row]) >= 2
@@ -317,16 +270,13 @@ def test_the_error_of_a_part_is_raised_in_the_turn_of_its_batch(make_policy, tok
 
 
 def test_completions_that_were_sampled_again_draw_what_the_first_ones_drew():
-    """Nobody judges the first ones once more, and those after them draw what they would have drawn."""
+    """Those after them draw what they would have drawn, in their turn."""
     groups = [(Group(Prompt(i, i, (1,)), ()),) for i in range(3)]
     others = (replace(groups[0][0], samples=(None,)),)
     asked: list[object] = []
 
     def judge(given):
         asked.append(given)
-        if given is others:
-            rewards.begin(3, 0, groups[2], 1)  # meanwhile, which wakes the thread
-            time.sleep(0.01)
         return random.random()
 
     random.seed(1)
@@ -334,17 +284,17 @@ def test_completions_that_were_sampled_again_draw_what_the_first_ones_drew():
     for _ in range(20):
         asked.clear()
         random.seed(1)
-        rewards = EarlyResults(judge, ordered=True)
+        rewards = EarlyResults(judge)
         with rewards.running(None):
             rewards.begin(1, 0, groups[0], 1)
             rewards.begin(2, 0, groups[1], 1)
             deadline = time.monotonic() + 60
-            while len(asked) < 2 and time.monotonic() < deadline:
+            while not asked and time.monotonic() < deadline:
                 time.sleep(0.001)
             found = [rewards.of(Batch(1, 0, others, 0.0))]
             found += [rewards.of(Batch(b, 0, groups[b - 1], 0.0)) for b in (2, 3)]
         assert found == expected
-        assert asked == [groups[0], groups[1], others, groups[1], groups[2]]
+        assert asked == [groups[0], others, groups[1], groups[2]]
 
 
 def test_only_the_very_completions_that_were_judged_are_taken():
@@ -379,17 +329,16 @@ def answers(config) -> tuple[Group, ...]:
     return tuple(Group(Prompt(i, i, (65,), {"query": "A"}), (sample, sample)) for i in range(config.batch_size))
 
 
-def require_early(tokenizer, config, early, told=()) -> None:
-    """Functions, and numbers of batches whose turn is next, or of held-out answers, against whether the functions are
-    called before that turn. The scorers are told what :meth:`Scorer.expect` takes.
-    """
+def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
+    """Not what a function with a state judges; nor what is judged after one has drawn random numbers."""
+    config = asynchronous(make_args, "run")
+    early = {(Slow(0.0), 1): True, (Slow(0.0), -2): True, (Stateful(0.0), 1): False}
+    early |= {(ByPrompt(0.0), 2): True, (ByPrompt(0.0), -2): True}
     groups = answers(config)
     with ExitStack() as stack:
         for function, index in early:
             scorer = Scorer(tokenizer, config, None, [function])
-            stack.enter_context(scorer.started(first=max(1, index)))
-            for decided in told:
-                scorer.expect(*decided)
+            stack.enter_context(scorer.started())
             scorer.begin(index, 0, groups)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and not all(f.calls for (f, _), expected in early.items() if expected):
@@ -399,36 +348,30 @@ def require_early(tokenizer, config, early, told=()) -> None:
     assert found == {(type(function).__name__, index): expected for (function, index), expected in early.items()}
 
 
-def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
-    """Not what a function with a state judges; and held-out answers only by functions that may judge parts."""
-    early = {(Slow(0.0), 1): True, (Slow(0.0), -2): False, (Stateful(0.0), 1): False}
-    early |= {(ByPrompt(0.0), 2): True, (ByPrompt(0.0), -2): True}
-    require_early(tokenizer, asynchronous(make_args, "run"), early)
-
-
-def test_batches_wait_for_the_evaluations_that_may_come_before_them(tokenizer, make_args):
-    """Answers of version v are scored right before batch v + 3: the generators' delay is 2."""
-    config = asynchronous(make_args, "run", eval_steps=2)
-    assert config.evaluation_delay == 2
-    early = {(Slow(0.0), index): index <= 3 for index in (1, 2, 3, 4, 5, 8)}
-    require_early(tokenizer, config, early, told=[(0, None)])
-    early = {(Slow(0.0), index): index in (4, 5, 7, 8) for index in (4, 5, 6, 7, 8, 9, 10)}
-    require_early(tokenizer, config, early, told=[(3, 3), (5, None)])
-
-
-def test_a_batch_that_waited_is_judged_once_no_evaluation_can_come_before_it(tokenizer, make_args):
-    config, function = asynchronous(make_args, "run", eval_steps=2), Slow(0.0)
-    scorer = Scorer(tokenizer, config, None, [function])
-    with scorer.started(first=4):
-        scorer.expect(0, None)
-        scorer.begin(4, 0, answers(config))
-        time.sleep(0.3)
-        assert not function.calls
-        scorer.expect(1, None)
+def test_a_function_that_has_drawn_sees_each_batch_in_its_turn(tokenizer, make_args):
+    """And what it drew before its turn is given back."""
+    config, function = asynchronous(make_args, "run"), Drawing(0.0)
+    scorer, groups = Scorer(tokenizer, config, None, [function]), answers(config)
+    random.seed(1)
+    torch.manual_seed(1)
+    expected = function(["x"] * 2 * len(groups)), function(["x"] * 2 * len(groups))
+    function.calls.clear()
+    random.seed(1)
+    torch.manual_seed(1)
+    before = capture()
+    with scorer.started():
+        scorer.begin(1, 0, groups)
         deadline = time.monotonic() + 10
         while not function.calls and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert len(function.calls) == 1
+        time.sleep(0.3)
+        assert equal(scorer.random_state(), before)
+        for batch in (1, 2):
+            scorer.begin(batch, 0, groups)
+            time.sleep(0.3)
+            found = scorer(Batch(batch, 0, groups, 0.0)).rewards["Drawing"]
+            assert found.tolist() == expected[batch - 1]
+    assert len(function.calls) == 3
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -493,7 +436,7 @@ def test_the_end_waits_for_what_computes_and_not_for_what_may_hang(hangs):
         goes_on.wait(60 if hangs else 0.3)
         done.append(given)
 
-    results = EarlyResults(judge, hangs=hangs)
+    results = EarlyResults(judge, functions=hangs)
     groups = (Group(Prompt(0, (1,), {}), ()),)
     with results.running(None):
         results.begin(1, 0, groups, 1)
