@@ -88,7 +88,7 @@ class CISPOConfig(GRPOConfig):
 
 def grpo_credit(experience: Experience, config: GRPOConfig) -> Experience:
     """One advantage for each sample, normalised within its group."""
-    from async_rlhf.algorithms.advantages import group_normalized
+    from async_rlhf.algorithms.estimators import group_normalized
 
     rewards_PK = rewards_of_groups(experience, config)
     return credited(experience, group_normalized(rewards_PK, config.scale_rewards), config)

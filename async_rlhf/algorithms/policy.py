@@ -47,7 +47,7 @@ def kl_penalties(experience: Experience, kl: KLConfig) -> Tensor:
 
 
 def _kl(logprobs_BT: Tensor, rows: Experience, kl: KLConfig) -> Tensor:
-    from async_rlhf.algorithms.kl import KL_ESTIMATORS
+    from async_rlhf.algorithms.estimators import KL_ESTIMATORS
 
     assert rows.reference_logprobs_BT is not None
     sampled_BT = rows.sampled_BT  # mask before the exponential, in which values elsewhere could overflow
@@ -56,7 +56,7 @@ def _kl(logprobs_BT: Tensor, rows: Experience, kl: KLConfig) -> Tensor:
 
 def kl_loss(output: PolicyOutput, rows: Experience, kl: KLConfig) -> Tensor:
     """The KL penalty of each sampled token if the penalty is in the loss, else 0; (B, T)."""
-    from async_rlhf.algorithms.kl import corrected_k3
+    from async_rlhf.algorithms.estimators import corrected_k3
 
     if kl.coef == 0 or kl.where == "reward":
         return output.logprobs_BT.new_zeros(output.logprobs_BT.shape)
@@ -81,7 +81,7 @@ def rest_of_score(experience: Experience, scores_B: Tensor) -> Tensor:
 
 def rewards_of_tokens(experience: Experience, rest_B: Tensor, kl: KLConfig) -> Tensor:
     """(B, T): the environment's rewards, less any KL penalty in the reward, plus ``rest_B`` at the last token."""
-    from async_rlhf.algorithms.advantages import at_last
+    from async_rlhf.algorithms.estimators import at_last
 
     return experience.rewards_BT - kl_penalties(experience, kl) + at_last(rest_B, experience.sampled_BT)
 
@@ -156,8 +156,7 @@ def weighted_sums(metrics: dict[str, Tensor], rows: Experience) -> dict[str, Ten
 
 def _surrogate(output: PolicyOutput, rows: Experience, config: RatioConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted surrogate of each token, (B, T), or of each sample, (B, 1); and metrics of the same shape."""
-    from async_rlhf.algorithms.advantages import row_means
-    from async_rlhf.algorithms.ratios import clipped_likelihood, clipped_surrogate
+    from async_rlhf.algorithms.estimators import clipped_likelihood, clipped_surrogate, row_means
 
     assert rows.advantages_BT is not None
     sampled_BT, old_BT, advantages = rows.sampled_BT, _old_logprobs(output, rows, config), rows.advantages_BT
@@ -195,7 +194,7 @@ def _weigh(losses: Tensor, log_ratios_BT: Tensor, config: RatioConfig) -> tuple[
         log_ratios_BT: log pi_old - log mu, 0 where no token was sampled.
         config: says which weights.
     """
-    from async_rlhf.algorithms.ratios import importance_weights
+    from async_rlhf.algorithms.estimators import importance_weights
 
     correction = config.off_policy
     if correction.old_logprobs == "behaviour" or correction.importance == "none":

@@ -68,7 +68,7 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
 
     With ``bootstrap_truncated``, the expected later reward replaces the score of a sample that was cut off.
     """
-    from async_rlhf.algorithms.advantages import gae, rewards_of_steps, whiten
+    from async_rlhf.algorithms.estimators import gae, rewards_of_steps, whiten
 
     assert experience.values_BT is not None
     sampled_BT, rest_B = experience.sampled_BT, rest_of_score(experience, experience.scores_B)
@@ -91,7 +91,7 @@ def ppo_credit(experience: Experience, config: PPOConfig) -> Experience:
 
 def ppo_loss(output: PolicyOutput, rows: Experience, config: PPOConfig) -> LossOutput:
     """The policy loss and ``vf_coef`` times the clipped value loss, summed over tokens."""
-    from async_rlhf.algorithms.ratios import clipped_value_loss
+    from async_rlhf.algorithms.estimators import clipped_value_loss
 
     assert rows.values_BT is not None
     assert rows.returns_BT is not None

@@ -50,7 +50,7 @@ class ReinforcePPConfig(RatioConfig):
 
 def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:
     """One advantage for each sample: its reward less the mean reward of the prompt's other samples."""
-    from async_rlhf.algorithms.advantages import leave_one_out
+    from async_rlhf.algorithms.estimators import leave_one_out
 
     return policy.credited(experience, leave_one_out(policy.rewards_of_groups(experience, config)), config)
 
@@ -65,7 +65,7 @@ def reinforce_pp_credit(experience: Experience, config: ReinforcePPConfig) -> Ex
     reward of its token and the score at the last one. With ``baseline`` "group" the mean score of the prompt's samples
     is subtracted first.
     """
-    from async_rlhf.algorithms.advantages import gae, group_normalized, whiten
+    from async_rlhf.algorithms.estimators import gae, group_normalized, whiten
 
     sampled_BT, scores_B = experience.sampled_BT, experience.scores_B
     if config.baseline == "group":

@@ -27,10 +27,10 @@ from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.build import Start, begin
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder
-from async_rlhf.run.learning_warning import nothing_learnt, unrewarded
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer
+from async_rlhf.run.warnings import nothing_learnt, unrewarded
 from async_rlhf.system.names import check_source
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
         run does not count as done.
     """
     start, nothing = begin(config.train, config.model, find(config.algorithm), prefix="train."), ""
-    with start.watch.watching(), ExitStack() as stack:
+    with start.failure_detector.watching(), ExitStack() as stack:
         for name in ("model", "reward_model", "ref_model", "value_model", "tokenizer"):
             check_source(getattr(config, name), name)
         config = replace(config, train=start.config)
@@ -56,7 +56,7 @@ def run_train(config: RunConfig) -> dict[str, Any]:
             if start.ranks.is_main:  # held until the run is marked as finished, which its trainer does not do
                 stack.enter_context(hold_folder(Path(config.train.output_dir)))
             results, nothing = _train(config, stage, start)
-    start.watch.close()
+    start.failure_detector.close()
     return results | ({"nothing_learnt": nothing} if nothing else {})
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
 
-from async_rlhf.algorithms.kl import adapted_coefficient, k1
+from async_rlhf.algorithms.estimators import adapted_coefficient, k1
 from async_rlhf.algorithms.policy import kl_penalties
 from async_rlhf.algorithms.preference import differ
 from async_rlhf.algorithms.record import Algorithm

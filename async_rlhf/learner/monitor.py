@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from async_rlhf.algorithms.ratios import ratio_statistics
+from async_rlhf.algorithms.estimators import ratio_statistics
 from async_rlhf.types import Experience, PolicyOutput
 
 

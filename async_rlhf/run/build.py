@@ -141,7 +141,7 @@ class Run(Training):
     """All parts of a run on one rank, before it begins. A resumed run's state is already restored."""
 
     algorithm: Algorithm
-    watch: FailureDetector
+    failure_detector: FailureDetector
     resumed: ResumeState | None
     prompts: SharedPrompts
     device: torch.device
@@ -164,7 +164,7 @@ class Start:
     config: OnlineConfig
     """With ``max_prompt_length``, and what the GPU decides, resolved."""
     ranks: Ranks
-    watch: FailureDetector
+    failure_detector: FailureDetector
 
 
 def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str = "") -> Start:
@@ -186,8 +186,8 @@ def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str 
         if (bare := bare_model(model, config.trust_remote_code)) is not None:
             add_adapters(bare, config.lora, config.seed)  # an error before the weights are loaded
     ranks = start_ranks(config)
-    watch = FailureDetector(ranks)
-    with watch.watching():
+    failure_detector = FailureDetector(ranks)
+    with failure_detector.watching():
         if ranks.is_main:
             refuse_second(Path(config.output_dir))  # early: fingerprints of large models take a while
         if (size := config.parallel.context_parallel) > 1:
@@ -196,7 +196,7 @@ def begin(config: OnlineConfig, model: Model, algorithm: Algorithm, prefix: str 
             require_routers(model, config.trust_remote_code, f"{prefix}router_replay")
         config, device = with_prompt_cap(config, model), rank_device(config, ranks)
         here = partial(with_gpu_defaults, config, model, device, algorithm.rows_per_unit)
-        return Start(ranks.broadcast("what the GPU decides", here), ranks, watch)
+        return Start(ranks.broadcast("what the GPU decides", here), ranks, failure_detector)
 
 
 def build(config: OnlineConfig, inputs: Inputs) -> Run:
@@ -218,14 +218,14 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     by_name = isinstance(inputs.model, str) or config.lora.base_bits is None
     require(by_name, "lora.base_bits", config.lora.base_bits, right)
     start = inputs.start or begin(config, inputs.model, algorithm)
-    ranks, watch = start.ranks, start.watch
+    ranks, failure_detector = start.ranks, start.failure_detector
     if config.deterministic and rank_device(config, ranks).type == "cuda":
         prepare_deterministic()
-    with watch.watching(), ExitStack() as stack:
+    with failure_detector.watching(), ExitStack() as stack:
         check_launch(config, ranks, rank_device(config, ranks))
         config = start.config.with_rows(ranks.broadcast("rows", lambda: _count(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.is_main else None
-        run = _build(config, algorithm, inputs, ranks, watch, hold)
+        run = _build(config, algorithm, inputs, ranks, failure_detector, hold)
         if run.resumed is not None:
             _restore(run, run.resumed)
         stack.pop_all()  # from here on the run releases the folder
@@ -253,7 +253,12 @@ def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
 
 
 def _build(
-    config: OnlineConfig, algorithm: Algorithm, inputs: Inputs, ranks: Ranks, watch: FailureDetector, hold: Hold | None
+    config: OnlineConfig,
+    algorithm: Algorithm,
+    inputs: Inputs,
+    ranks: Ranks,
+    failure_detector: FailureDetector,
+    hold: Hold | None,
 ) -> Run:
     folder, resumed = _find_checkpoint(config, algorithm, ranks)
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
@@ -289,7 +294,7 @@ def _build(
         config=config,
         algorithm=algorithm,
         ranks=ranks,
-        watch=watch,
+        failure_detector=failure_detector,
         hold=hold,
         folder=folder,
         resumed=resumed,

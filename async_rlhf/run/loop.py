@@ -27,11 +27,9 @@ from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save
 from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
-from async_rlhf.run.learning_warning import idle_warning, nothing_learnt
 from async_rlhf.run.manifest import write_whole
-from async_rlhf.run.parting import Watch
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.truncation_warning import cut_off_warning, no_room_warning
+from async_rlhf.run.warnings import DriftWatch, cut_off_warning, idle_warning, no_room_warning, nothing_learnt
 from async_rlhf.system import random_state
 from async_rlhf.system.log import JsonLines
 from async_rlhf.system.trace import Trace
@@ -187,7 +185,7 @@ class TrainingLoop(Loop):
     run: Run
     rollouts: RolloutSchedule
     evaluations: Evaluations
-    parts: Watch
+    drift: DriftWatch
 
     def train(self) -> OnlineTrainerState:
         """Train on all remaining batches and save the final policy."""
@@ -246,7 +244,7 @@ class TrainingLoop(Loop):
             "random": random_values,
             "rewards": self.run.scorer.state(),
             "agreement": self.rollouts.generator.agreement.state(),
-            "warned": sorted(self.parts.said),
+            "warned": sorted(self.drift.said),
             "started": self.run.chat.now.isoformat(),
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
@@ -269,7 +267,7 @@ class TrainingLoop(Loop):
         if everything:
             state = self.run.callbacks.state
             logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)
-            self.parts.look(logs)
+            self.drift.look(logs)
             self._log_samples(scored)
             self.run.callbacks.log(logs)
             self.trace.flush()

@@ -36,9 +36,9 @@ from async_rlhf.run.folder import FINAL, METRICS, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.loop import TrainingLoop, write_learner
-from async_rlhf.run.parting import Watch
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
+from async_rlhf.run.warnings import DriftWatch
 from async_rlhf.system.log import JsonLines
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
@@ -186,7 +186,7 @@ class OnlineTrainer:
         """
         run = self.run
         require(run.eval_prompts is not None, "eval_dataset", None, "must be given, to evaluate on")
-        with run.watch.watching(), run.scorer.started():
+        with run.failure_detector.watching(), run.scorer.started():
             return evaluate(run)[0]
 
     def save_model(self, output_dir: str | None = None) -> Path:
@@ -285,7 +285,7 @@ def train(run: Run) -> OnlineTrainerState:
     with (
         run.hold or nullcontext(),
         closing(uploads) if uploads else nullcontext(),  # the other ranks do not wait for them
-        run.watch.watching(),
+        run.failure_detector.watching(),
         ending_on_signals() as stop_asked,
         ExitStack() as stack,
     ):
@@ -317,10 +317,12 @@ def train(run: Run) -> OnlineTrainerState:
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         saves = stack.enter_context(saving(run))
         rollouts = _rollouts(run, generator, trace)
-        loop = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts), _watch(run))
+        loop = TrainingLoop(
+            run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts), _drift_watch(run)
+        )
         state = loop.train()
         stack.close()
-        run.watch.close()
+        run.failure_detector.close()
     return state
 
 
@@ -337,9 +339,9 @@ def _log(run: Run, name: str) -> JsonLines:
     return JsonLines(run.folder.path / name, keep)
 
 
-def _watch(run: Run) -> Watch:
+def _drift_watch(run: Run) -> DriftWatch:
     """On rank 0, that of a resumed run knows what was logged, once the log is open."""
-    watch = Watch(run.config.reward_weights)
+    watch = DriftWatch(run.config.reward_weights)
     if run.resumed is not None and run.ranks.is_main:
         path = run.folder.path / METRICS if run.folder.goes_on else None
         watch.resume(path, run.resumed.values.get("warned", ()))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from async_rlhf.algorithms.advantages import leave_one_out, row_means
 from async_rlhf.algorithms.best_of_k import OnlineBoKConfig, best_of_k, best_of_k_loss
+from async_rlhf.algorithms.estimators import leave_one_out, row_means
 from async_rlhf.algorithms.policy import credited, penalty_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import at_least, key, require

@@ -25,7 +25,7 @@ from async_rlhf.models.saving import write_model
 from async_rlhf.run.callbacks import ProgressCallback
 from async_rlhf.run.summary import training_summary
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.run.truncation_warning import cut_off_warning
+from async_rlhf.run.warnings import cut_off_warning
 from async_rlhf.system import progress
 from async_rlhf.system.progress import Lines, progress_bar
 

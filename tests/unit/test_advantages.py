@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rlhf.algorithms.advantages import at_last, gae, group_normalized, leave_one_out, row_means, whiten
+from async_rlhf.algorithms.estimators import at_last, gae, group_normalized, leave_one_out, row_means, whiten
 
 SCALES = ("group", "batch", "none")
 quick = settings(max_examples=40, deadline=None, derandomize=True)

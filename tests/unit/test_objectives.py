@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf import OnlineDPOConfig
-from async_rlhf.algorithms.kl import k1, k2, k3
+from async_rlhf.algorithms.estimators import k1, k2, k3
 from async_rlhf.algorithms.preference import preference_loss
 from async_rlhf.algorithms.table import find
 from async_rlhf.models.head import entropies_of, selected_logprobs

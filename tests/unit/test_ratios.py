@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from async_rlhf.algorithms.kl import adapted_coefficient
-from async_rlhf.algorithms.ratios import (
+from async_rlhf.algorithms.estimators import (
+    adapted_coefficient,
     clipped_likelihood,
     clipped_surrogate,
     clipped_value_loss,

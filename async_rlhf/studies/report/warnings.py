@@ -1,6 +1,6 @@
 """What in a run should make its owner look twice: each with the figure, and with what to do.
 
-Thresholds are here; those of what a run warns of itself, as measures part from its score, are in run/parting.py.
+Thresholds are here; those of what a run warns of itself, as measures part from its score, are in run/warnings.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from async_rlhf.run.learning_warning import IDLE
-from async_rlhf.run.parting import FEWEST, Ends, partings, values_of
-from async_rlhf.run.truncation_warning import MANY
+from async_rlhf.run.warnings import FEWEST, IDLE, MANY, StartAndEnd, drifts, values_of
 from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.plots import CHECKPOINT
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs
@@ -57,8 +55,8 @@ class Warned(NamedTuple):
     """Its name."""
 
 
-def _ends(run: ReadRun, key: str) -> Ends:
-    return Ends(values_of(run.rows, key))
+def _ends(run: ReadRun, key: str) -> StartAndEnd:
+    return StartAndEnd(values_of(run.rows, key))
 
 
 def warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) -> list[Warned]:
@@ -90,7 +88,7 @@ def _teaches_little(run: ReadRun) -> Iterator[Warned]:
             f"{cost}. Give them more room (generation.response_length), or see whether the policy learns to go on.",
         )
     counted = [row for row in run.rows if "objective/ties" in row and row.get("episode")]
-    share = Ends([row["objective/ties"] * row["batch"] / row["episode"] for row in counted]).end.mean
+    share = StartAndEnd([row["objective/ties"] * row["batch"] / row["episode"] for row in counted]).end.mean
     if share >= THRESHOLDS.ties:
         yield Warned(
             "Many prompts teach nothing",
@@ -138,8 +136,8 @@ def _hacking(run: ReadRun) -> Iterator[Warned]:
             f"The {up}, that on held-out prompts fell from {held_out[0]:.3g} to {held_out[-1]:.3g}. The policy learns "
             "the training prompts by heart, or they differ in kind. Use more prompts, or an earlier checkpoint.",
         )
-    for parting in partings(run.rows, run.config.get("reward_weights") or ()):
-        yield Warned(parting.title, parting.text)
+    for drift in drifts(run.rows, run.config.get("reward_weights") or ()):
+        yield Warned(drift.title, drift.text)
 
 
 def _engine(run: ReadRun) -> Iterator[Warned]:

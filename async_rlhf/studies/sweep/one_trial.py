@@ -11,7 +11,7 @@ from typing import Any
 from async_rlhf.commands.stage import Stage
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
-from async_rlhf.run.parting import values_of
+from async_rlhf.run.warnings import values_of
 from async_rlhf.studies.sweep.trials import Judged, Trial
 
 POLICY = "policy"

@@ -1,6 +1,7 @@
-"""Where a run's measures part from its score, which is what a policy looks like that exploits its reward.
+"""What a run warns of as it trains: measures that drift from the score, batches that teach nothing, answers cut off.
 
-The run looks after logged batches, and the page about it at its end: by the same rules, with the same thresholds.
+What drifts from the score is what a policy looks like that exploits its reward. The run looks after logged batches, and
+the page about it at its end: by the same rules, with the same thresholds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from typing import Any, NamedTuple
 
 from scipy.special import stdtr
 
+from async_rlhf.config import OnlineConfig
+from async_rlhf.run.callbacks import OnlineTrainerState
+
 logger = logging.getLogger(__name__)
 
-PART = 0.1
+SHARE = 0.1
 """Share of the logged batches that "the start" and "the end" are."""
 LEAST = 8
 """Logged batches that these are at least, but for runs of fewer than three times as many."""
@@ -47,7 +51,7 @@ Row = Mapping[str, float]
 """A line of metrics.jsonl."""
 
 
-class Part:
+class Mean:
     """Some values: their mean, which is NaN without any, and its standard error."""
 
     def __init__(self, values: Sequence[float]) -> None:
@@ -62,12 +66,12 @@ class Part:
     def __format__(self, form: str) -> str:
         return format(self.mean, form)
 
-    def rises_to(self, other: Part) -> float:
+    def rises_to(self, other: Mean) -> float:
         """By how many standard errors the other mean is above this one."""
         error, difference = math.hypot(self.error, other.error), other.mean - self.mean
         return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
 
-    def surely_below(self, other: Part) -> bool:
+    def surely_below(self, other: Mean) -> bool:
         """Whether the other mean is so far above this one that chance is no explanation: Welch's t-test."""
         t = self.rises_to(other)
         if not t > 0 or math.isinf(t):  # values that are all the same say little if they are few
@@ -79,7 +83,7 @@ class Part:
         return float(stdtr(freedom, -t)) < CHANCE
 
 
-class Ends:
+class StartAndEnd:
     """The start, the middle and the end of one metric. What it has not is NaN, which is beyond no threshold.
 
     Args:
@@ -88,12 +92,12 @@ class Ends:
     """
 
     def __init__(self, values: Sequence[float], least: int = LEAST) -> None:
-        count = max(2, min(least, len(values) // 3), round(PART * len(values)))
+        count = max(2, min(least, len(values) // 3), round(SHARE * len(values)))
         middle, quarter = len(values) // 2, max(1, len(values) // 4)
         self.enough = len(values) >= FEWEST
-        self.start, self.end = Part(values[:count]), Part(values[-count:])
-        self.middle = Part(values[max(0, middle - count // 2 - 1) : middle + count // 2 + 1])
-        self.third_quarter, self.last_quarter = Part(values[-2 * quarter : -quarter]), Part(values[-quarter:])
+        self.start, self.end = Mean(values[:count]), Mean(values[-count:])
+        self.middle = Mean(values[max(0, middle - count // 2 - 1) : middle + count // 2 + 1])
+        self.third_quarter, self.last_quarter = Mean(values[-2 * quarter : -quarter]), Mean(values[-quarter:])
 
     @property
     def rises(self) -> bool:
@@ -106,8 +110,8 @@ class Ends:
         return self.enough and self.end.surely_below(self.start)
 
 
-class Parting(NamedTuple):
-    """A measure that has parted from the score."""
+class Drift(NamedTuple):
+    """A measure that has drifted from the score."""
 
     metric: str
     title: str
@@ -119,8 +123,8 @@ def values_of(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows if isinstance(row.get(key), (int, float))]
 
 
-def partings(rows: Sequence[Row], weights: Sequence[float] = (), said: Collection[str] = ()) -> Iterator[Parting]:
-    """What has parted by now.
+def drifts(rows: Sequence[Row], weights: Sequence[float] = (), said: Collection[str] = ()) -> Iterator[Drift]:
+    """What has drifted from the score by now.
 
     Args:
         rows: lines of metrics.jsonl, those of training.
@@ -128,14 +132,14 @@ def partings(rows: Sequence[Row], weights: Sequence[float] = (), said: Collectio
         said: rewards that nothing more is to be said of.
     """
     score, kl, entropy, length = (
-        Ends(values_of(rows, key))
+        StartAndEnd(values_of(rows, key))
         for key in ("objective/scores", "objective/kl", "policy/entropy_avg", "val/response_length")
     )
     up = f"training score rose from {score.start:.3g} to {score.end:.3g}"
     far = length.end.mean > 0 and kl.end.mean / length.end.mean >= KL_PER_TOKEN
     grows = kl.enough and far and kl.middle.mean > 0 and kl.end.mean / kl.middle.mean >= KL_RISE
     if grows and kl.middle.surely_below(kl.end) and score.third_quarter.rises_to(score.last_quarter) < 1:
-        yield Parting(
+        yield Drift(
             "objective/kl",
             "KL grows without a gain",
             f"Over the second half KL went from {kl.middle:.3g} to {kl.end:.3g} nats, the score from "
@@ -143,7 +147,7 @@ def partings(rows: Sequence[Row], weights: Sequence[float] = (), said: Collectio
             "the reference; stop_at ends a run there.",
         )
     if entropy.enough and entropy.start.mean > 0 and entropy.end.mean <= ENTROPY * entropy.start.mean:
-        yield Parting(
+        yield Drift(
             "policy/entropy_avg",
             "The policy has become narrow",
             f"Entropy per token fell from {entropy.start:.3g} to {entropy.end:.3g} nats"
@@ -155,17 +159,17 @@ def partings(rows: Sequence[Row], weights: Sequence[float] = (), said: Collectio
     for key in rewards_of(rows, weights):
         if key in said:
             continue
-        part, name = Ends(values_of(rows, key)), key.removeprefix("reward/")
+        part, name = StartAndEnd(values_of(rows, key)), key.removeprefix("reward/")
         if key.endswith(DEVIATES):
             if part.rises and part.end.mean >= DEVIATION * part.start.mean:
-                yield Parting(
+                yield Drift(
                     key,
                     "The reward models disagree more and more",
                     f"The {up}, and {name} from {part.start:.3g} to {part.end:.3g}. The policy finds what only some "
                     "of them like: take their minimum or mean_less_deviation, or use an earlier checkpoint.",
                 )
         elif part.falls:
-            yield Parting(
+            yield Drift(
                 key,
                 "The rewards part",
                 f"The {up}, but {name} fell from {part.start:.3g} to {part.end:.3g}; it was highest about batch "
@@ -173,7 +177,7 @@ def partings(rows: Sequence[Row], weights: Sequence[float] = (), said: Collectio
                 "checkpoint, give it a larger weight (reward_weights), or stop_at its held-out peak.",
             )
     if length.enough and length.start.mean > 0 and length.end.mean >= LENGTH * length.start.mean:
-        yield Parting(
+        yield Drift(
             "val/response_length",
             "Answers grow with the score",
             f"The {up}, the length from {length.start:.3g} to {length.end:.3g} tokens. The reward may pay for length: "
@@ -192,13 +196,13 @@ def rewards_of(rows: Sequence[Row], weights: Sequence[float] = ()) -> list[str]:
 def _peak(rows: Sequence[Row], key: str) -> float:
     """The batch about which a metric was highest: in the middle of the best run of logged batches."""
     having = [row for row in rows if key in row]
-    count = max(2, round(PART * len(having)))
+    count = max(2, round(SHARE * len(having)))
     best = max(range(len(having) - count + 1), key=lambda i: fmean(row[key] for row in having[i : i + count]))
     return having[best + count // 2]["batch"]
 
 
-class Watch:
-    """Logs one warning for each measure that parts from the score, when it does.
+class DriftWatch:
+    """Logs one warning for each measure that drifts from the score, when it does.
 
     Args:
         weights: ``reward_weights``.
@@ -223,7 +227,94 @@ class Watch:
         if count % max(1, count // EACH):  # it reads all of them: so all looks together take time linear in the run
             return
         with suppress(ArithmeticError):  # of numbers that are too large: no reason to end a run
-            for parting in partings(self._rows, self._weights, self.said):
-                if parting.metric not in self.said:
-                    self.said.add(parting.metric)
-                    logger.warning("WARNING: batch %d: %s. %s", row["batch"], parting.title.lower(), parting.text)
+            for drift in drifts(self._rows, self._weights, self.said):
+                if drift.metric not in self.said:
+                    self.said.add(drift.metric)
+                    logger.warning("WARNING: batch %d: %s. %s", row["batch"], drift.title.lower(), drift.text)
+
+
+# Batches that teach nothing, and completions without a reward
+
+IDLE = 10
+"""Batches in a row without an optimiser step after which a run says so."""
+
+
+def idle_warning(state: OnlineTrainerState) -> str | None:
+    """What to say of so many batches without a step; None if they are fewer, or it has been said."""
+    if state.idle_batches != IDLE:
+        return None
+    return f"WARNING: no optimiser step in the last {IDLE} batches, up to {state.global_step}: {_why(state)}"
+
+
+def nothing_learnt(state: OnlineTrainerState) -> str:
+    """That a run made no optimiser step, and why."""
+    what = f"no optimiser step in all {state.global_step} batches: the policy is the one that the run started from"
+    return f"{what}; {_why(state)}"
+
+
+def unrewarded(state: OnlineTrainerState) -> str:
+    """How many completions had no reward, by the cause; "" if all had one."""
+    count = sum(state.unrewarded.values())
+    causes = sorted(state.unrewarded.items(), key=lambda each: -each[1])
+    told = ", ".join(f"{cause} ({number})" for cause, number in causes)
+    return f"{count} of {state.completions} completions had no reward: {told}" if count else ""
+
+
+def _why(state: OnlineTrainerState) -> str:
+    missing = unrewarded(state)
+    if missing and sum(state.unrewarded.values()) == state.completions:
+        return missing
+    same = "all completions of a prompt had the same score, which does not say which is better: see samples.jsonl, and "
+    same += "take a finer reward, other prompts, more samples_per_prompt or a higher temperature"
+    return f"{missing}; of the others {same}" if missing else same
+
+
+# Answers that are cut off, whose penalty can become the task unnoticed
+
+MANY = 0.3
+"""A share of cut-off answers from which a run says so at its first batch."""
+
+
+def no_room_warning(config: OnlineConfig, share: float, positions: int | None) -> str | None:
+    """That many episodes end because no token is left for another turn; None if they are few.
+
+    Args:
+        config: of the run.
+        share: of the first batch's episodes.
+        positions: of the model, if it states them.
+    """
+    if share < MANY:
+        return None
+    room = "" if positions is None else f", of which the model leaves {positions - config.prompt_cap:,} beside a prompt"
+    return (
+        f"WARNING: {share:.0%} of the first batch's episodes ended for want of room: with what the environment says, "
+        f"they may have {config.generation.longest_episode:,} tokens after the prompt (generation.episode_length{room})"
+        ". Give them more room, or have the environment say less"
+    )
+
+
+def cut_off_warning(config: OnlineConfig, ended_share: float) -> str | None:
+    """What many cut-off answers cost; None if they are few or cost nothing.
+
+    Args:
+        config: of the run.
+        ended_share: share of the first batch's answers that ended by themselves.
+    """
+    cost = _cost(config)
+    if cost is None or 1 - ended_share < MANY:
+        return None
+    return (
+        f"WARNING: {1 - ended_share:.0%} of the first batch's answers are cut off at "
+        f"{config.generation.response_length} tokens (generation.response_length); {cost}. The policy may learn to be "
+        "brief before anything else: give answers more room, or change the penalty"
+    )
+
+
+def _cost(config: OnlineConfig) -> str | None:
+    """What becomes of an answer that is cut off, in words."""
+    value = config.penalty_reward_value
+    if config.non_eos_penalty == "add":
+        return f"{value:g} is added to their score (non_eos_penalty)" if value else None
+    if config.non_eos_penalty:
+        return f"they are scored {value:g}, whatever they say (non_eos_penalty)"
+    return "they are not trained on (mask_truncated)" if getattr(config, "mask_truncated", False) else None

@@ -12,14 +12,14 @@ import pytest
 from tiny import StopAfter, json_rows
 
 from async_rlhf import OnlineTrainer
-from async_rlhf.run import parting
-from async_rlhf.run.parting import Ends, Part, Watch
+from async_rlhf.run import warnings
+from async_rlhf.run.warnings import DriftWatch, Mean, StartAndEnd
 
 STILL = {"objective/kl": 0.2, "val/response_length": 20.0, "policy/entropy_avg": 2.0}
 
 
 def said_of(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "async_rlhf.run.parting"]
+    return [record.getMessage() for record in caplog.records if record.name == "async_rlhf.run.warnings"]
 
 
 def row_of(batch: int, **metrics: float) -> dict[str, float]:
@@ -28,7 +28,7 @@ def row_of(batch: int, **metrics: float) -> dict[str, float]:
 
 def test_one_line_for_each_measure_names_the_batch(caplog):
     """The gold reward rises with the score up to batch 60 and then falls; answers grow later than that."""
-    chance, watch, batches = random.Random(0), Watch([1.0, 0.0]), []
+    chance, watch, batches = random.Random(0), DriftWatch([1.0, 0.0]), []
     for batch in range(1, 301):
         gold = 0.02 * min(batch, 60) - 0.02 * max(0, batch - 60) + chance.gauss(0, 0.1)
         measures = {"objective/scores": 0.02 * batch + chance.gauss(0, 0.1), "reward/hacked": 0.02 * batch}
@@ -47,8 +47,8 @@ def test_one_line_for_each_measure_names_the_batch(caplog):
 
 def test_looking_takes_time_linear_in_the_run(monkeypatch):
     read = []
-    monkeypatch.setattr(parting, "partings", lambda rows, *_: read.append(len(rows)) or iter(()))
-    watch = Watch([])
+    monkeypatch.setattr(warnings, "drifts", lambda rows, *_: read.append(len(rows)) or iter(()))
+    watch = DriftWatch([])
     for batch in range(1, 2001):
         watch.look(row_of(batch))
     assert read[:100] == [*range(1, 101)]
@@ -59,7 +59,7 @@ def test_looking_takes_time_linear_in_the_run(monkeypatch):
 def test_a_healthy_run_says_nothing(caplog):
     """Forty of them: scores rise or stay, and five other rewards stay or rise, all with noise that lasts a little."""
     for seed in range(40):
-        chance, watch, noise = random.Random(seed), Watch([1.0] + [0.0] * 5), [0.0] * 6
+        chance, watch, noise = random.Random(seed), DriftWatch([1.0] + [0.0] * 5), [0.0] * 6
         for batch in range(1, 201):
             noise = [0.2 * each + chance.gauss(0, 1) for each in noise]
             scores = 0.01 * batch * (seed % 2) + noise[0]
@@ -71,22 +71,26 @@ def test_a_healthy_run_says_nothing(caplog):
 
 def test_what_is_chance_and_what_is_not():
     """Welch's t-test at 1 in 10,000, at both ends of its freedom."""
-    level, above = Part([0.0, 1.0] * 4), Part([1.0, 2.0] * 4)
+    level, above = Mean([0.0, 1.0] * 4), Mean([1.0, 2.0] * 4)
     assert level.rises_to(above) == pytest.approx(3.74, abs=0.01)
     assert not level.surely_below(above)
-    assert level.surely_below(Part([1.5, 2.5] * 4))  # 5.6 standard errors, of 14 degrees of freedom
-    assert not Part([0.0, 1.0]).surely_below(Part([10.0, 11.0]))  # 14, of 2
-    assert not Part([0.0] * 7).surely_below(Part([1.0] * 7))  # they may be rewards of 0 and 1 that are rare
-    assert Part([0.0] * 8).surely_below(Part([1.0] * 8))
+    assert level.surely_below(Mean([1.5, 2.5] * 4))  # 5.6 standard errors, of 14 degrees of freedom
+    assert not Mean([0.0, 1.0]).surely_below(Mean([10.0, 11.0]))  # 14, of 2
+    assert not Mean([0.0] * 7).surely_below(Mean([1.0] * 7))  # they may be rewards of 0 and 1 that are rare
+    assert Mean([0.0] * 8).surely_below(Mean([1.0] * 8))
     for size in (1e-200, 1e200):
-        assert Part([0.0, size] * 8).surely_below(Part([3 * size, 4 * size] * 8))
-    assert not Part([]).surely_below(Part([1.0]))
-    assert (Ends([]).rises, Ends([1.0, 2.0, 3.0]).rises, Ends([0.0] * 8 + [1.0] * 16).rises) == (False, False, True)
+        assert Mean([0.0, size] * 8).surely_below(Mean([3 * size, 4 * size] * 8))
+    assert not Mean([]).surely_below(Mean([1.0]))
+    assert (StartAndEnd([]).rises, StartAndEnd([1.0, 2.0, 3.0]).rises, StartAndEnd([0.0] * 8 + [1.0] * 16).rises) == (
+        False,
+        False,
+        True,
+    )
 
 
 def test_a_penalty_that_falls_is_no_news(caplog):
     for weights in ([1.0, -1.0], [1.0, 1.0]):
-        watch = Watch(weights)
+        watch = DriftWatch(weights)
         for batch in range(1, 61):
             measures = {"objective/scores": float(batch), "reward/right": float(batch), "reward/slips": -0.1 * batch}
             watch.look(row_of(batch, **measures))

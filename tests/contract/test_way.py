@@ -1,0 +1,61 @@
+"""The way of one batch: how many files of the package the learner's main thread enters for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+from tiny import count_letters
+from transformers import TrainerCallback
+
+import async_rlhf
+from async_rlhf import KLConfig
+from async_rlhf.run.trainer import OnlineTrainer
+
+PACKAGE = str(Path(async_rlhf.__file__).parent)
+FILES = 56
+"""At most; a batch that a reader follows enters each of them."""
+
+
+class Traced(TrainerCallback):
+    """Notes which files a batch enters, in their order, and how often the way goes from one file to another."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.files, self.moves = batch, dict[str, int](), dict[tuple[str, str], int]()
+
+    def on_step_begin(self, args, state, control, **_):
+        batch = state.global_step + 1
+        if batch in (self.batch, self.batch + 1):
+            sys.setprofile(self._enter if batch == self.batch else None)
+
+    def _enter(self, frame: FrameType, event: str, _: object) -> None:
+        name, caller = frame.f_code.co_filename, frame.f_back
+        if event != "call" or not name.startswith(PACKAGE):
+            return
+        file = name[len(PACKAGE) + 1 :]
+        self.files[file] = self.files.get(file, 0) + 1
+        while caller is not None and not caller.f_code.co_filename.startswith(PACKAGE):
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename != name:
+            move = caller.f_code.co_filename[len(PACKAGE) + 1 :], file
+            self.moves[move] = self.moves.get(move, 0) + 1
+
+
+def test_one_batch_enters_few_files(make_policy, make_reward_model, tokenizer, prompts, make_args):
+    """GRPO, one step off-policy, with a generator in a process, a reward model, a reward function and a reference."""
+    args = make_args("run", {"placement": "process"}, "grpo", samples_per_prompt=2, staleness=1, kl=KLConfig(coef=0.02))
+    traced, models = Traced(3), {"model": make_policy(), "reward_model": make_reward_model()}
+    OnlineTrainer(
+        args=args,
+        train_dataset=prompts,
+        reward_funcs=count_letters,
+        processing_class=tokenizer,
+        callbacks=[traced],
+        **models,
+    ).train()
+    for (old, new), count in sorted(traced.moves.items(), key=lambda one: -one[1]):
+        print(f"{count:4d} {old} -> {new}")
+    print(f"{len(traced.files)} files, {sum(traced.moves.values())} moves: {', '.join(traced.files)}")
+    assert "models/forward.py" in traced.files
+    assert len(traced.files) <= FILES, traced.files
