@@ -119,7 +119,7 @@ class OnlineTrainer:
             train_dataset=train_dataset,
             algorithm=self.algorithm or algorithm,
             reward_model=reward_model,
-            reward_funcs=(reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs),
+            reward_funcs=_functions(reward_funcs),
             world=World(environment, tools, agent),
             ref_model=ref_model,
             value_model=value_model,
@@ -260,6 +260,20 @@ class Formatted:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(self._change, self._rows)
+
+
+def _functions(given: RewardFunction | Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
+    """All reward functions.
+
+    Raises:
+        ConfigError: one is a model, or its name, which TRL takes here, too.
+    """
+    functions = (given,) if callable(given) or isinstance(given, str) else tuple(given)
+    right = "must be functions: give a reward model as reward_model, several by async_rlhf.rewards:reward_models"
+    for function in functions:
+        shown = function if isinstance(function, str) else f"a {type(function).__name__}"
+        require(callable(function) and not isinstance(function, PreTrainedModel), "reward_funcs", shown, right)
+    return functions
 
 
 @overload

@@ -161,3 +161,13 @@ def test_the_lag_in_optimiser_steps_is_that_of_the_schedule(make_args, staleness
         assert args.summary()["lag in optimiser steps"] == f"0 at the first step, at most {max(lags)}"
         if batches > staleness:
             assert max(lags) == (staleness + 1) * per_batch - 1
+
+
+def test_a_reward_model_among_the_functions_says_where_it_goes(
+    make_policy, make_reward_model, tokenizer, prompts, make_args
+):
+    for given, shown in ((make_reward_model(), "a GPTNeoXForSequenceClassification"), ("org/model", "'org/model'")):
+        for functions in (given, [count_letters, given]):
+            right = "must be functions: give a reward model as reward_model"
+            with pytest.raises(ConfigError, match=f"reward_funcs: got .?{shown}.?; {right}"):
+                new_trainer(make_policy, tokenizer, prompts, make_args(), reward_funcs=functions)
