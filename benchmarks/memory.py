@@ -44,8 +44,8 @@ from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import head
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.memory import LearnerMemory
-from async_rlhf.models.snapshots import SnapshotRing
-from async_rlhf.models.weights import ALIGNMENT, layout
+from async_rlhf.models.publish import ALIGNMENT, SnapshotRing, layout
+from async_rlhf.models.weights import weights_of
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.studies.plan.roofline import Roofline, batch_of
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
@@ -204,7 +204,7 @@ def _learner(case: Case, rank: FakeRank) -> tuple[Learner, SnapshotRing]:
     reward = rank.new(lambda: AutoModelForSequenceClassification.from_config(scores, dtype=torch.float32))
     reward = frozen(reward.requires_grad_(False).eval(), config, parallel)
     learner = Learner(policy, None, find("rloo"), config, parallel=parallel)
-    specs, size = layout(policy, torch.bfloat16, parallel=parallel)
+    specs, size = layout(weights_of(policy, parallel=parallel, dtype=torch.bfloat16))
     memory = rank.new(lambda: torch.zeros(ALIGNMENT + size, dtype=torch.uint8))
     ledger.name([memory], HOST)
     ring = SnapshotRing(specs, size, 1, memory, dtype=torch.bfloat16)

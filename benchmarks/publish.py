@@ -39,9 +39,16 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import broadcast
 from async_rlhf.generation.broadcast import Receiver, Sender
-from async_rlhf.models.copy_stream import BackgroundThread
-from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing, Snapshots
-from async_rlhf.models.weights import TensorSpec, digests, tensors_in
+from async_rlhf.models.publish import (
+    BackgroundThread,
+    DeviceRing,
+    SnapshotFolder,
+    SnapshotRing,
+    Snapshots,
+    TensorSpec,
+    tensors_in,
+)
+from async_rlhf.models.weights import digests
 
 PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
 SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}

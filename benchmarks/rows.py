@@ -53,7 +53,7 @@ from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.learner import learner as learners
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import forward
-from async_rlhf.models.snapshots import NoSnapshots
+from async_rlhf.models.publish import NoSnapshots
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.system.trace import Trace

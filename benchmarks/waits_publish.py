@@ -35,8 +35,7 @@ from waiting import waiting_policy
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.copy_stream import Later, Work, at_once
-from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.models.publish import Later, SnapshotRing, Work, at_once
 
 RESPONSE_TOKENS = 12
 SMALLEST = {"batches": 8, "rounds": 1, "prompts": 2}

@@ -74,7 +74,7 @@ def loop() -> Iterator[str]:
         (414, top, "sample", "generators", "generation/"),
         (706, top, "plain", "scorer", "rewards/"),
         (706, low, "train", "learner", "learner/, algorithms/"),
-        (414, low, "plain", "published weights", "models/snapshots.py"),
+        (414, low, "plain", "published weights", "models/publish.py"),
         (190, low, "plain", "log, evaluate, save", "run/, commands/"),
     ):
         yield box(x, y, 140, 50, kind, name, place)

@@ -215,11 +215,10 @@ class Parallel:
         """Within, the parameters are whole and usable. Every rank must call it."""
         yield
 
-    @contextmanager
     def unsharded(
         self, parameters: Sequence[nn.Parameter], compute: Callable[[], Tensor], dtype: torch.dtype | None
-    ) -> Iterator[Tensor]:
-        """Within, a whole tensor that is computed from parameters. Every rank must call it.
+    ) -> Tensor:
+        """A whole tensor that is computed from parameters. Every rank must call it.
 
         Args:
             parameters: sharded or not; a single one is the tensor itself.
@@ -227,7 +226,7 @@ class Parallel:
             dtype: to round it to, where possible before it is gathered; None for none.
         """
         with self.gathered(parameters):
-            yield self.whole(compute() if dtype is None else compute().to(dtype))
+            return self.whole(compute() if dtype is None else compute().to(dtype))
 
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         """Replace a sharded parameter by another tensor, whole on rank 0. Every rank must call it, and undo it too.

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rlhf.models.weights import TensorSpec, tensors_in
+from async_rlhf.models.publish import TensorSpec, tensors_in
 from async_rlhf.system.guarded_port import GuardedPort, connect
 
 TIMEOUT = timedelta(seconds=120)

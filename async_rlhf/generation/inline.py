@@ -25,7 +25,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.weights import differing, digests, iterate_weights, kept_dtype
+from async_rlhf.models.weights import differing, digests, iterate_weights
 from async_rlhf.system import random_state
 from async_rlhf.system.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
@@ -241,8 +241,7 @@ class InlineCopyGenerator(InlineGenerator):
         return completions
 
     def _load(self, policy: PreTrainedModel, version: int) -> None:
-        buffers, given = dict(policy.named_buffers()), iterate_weights(policy, self._adapters_only)
-        weights = {name: tensor.to(kept_dtype(name, tensor, buffers, self._dtype)) for name, tensor in given}
+        weights = dict(iterate_weights(policy, self._adapters_only, dtype=self._dtype))
         wrong = differing(self.engine.load(weights, version), digests(weights))
         if wrong:
             raise GeneratorError(f"the engine took weights that are not those of version {version}: {wrong}")

@@ -28,7 +28,7 @@ from async_rlhf.generation.protocol import Request
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
-from async_rlhf.models.snapshots import DeviceRing, SnapshotRing, Snapshots
+from async_rlhf.models.publish import DeviceRing, SnapshotRing, Snapshots
 from async_rlhf.system.subprocesses import NO_RANK, context_of, hang_up, start_process
 
 

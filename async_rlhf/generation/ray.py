@@ -28,14 +28,14 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.worker import RequestHandler, to_failure
-from async_rlhf.models.snapshots import DraftSnapshots, Snapshots
-from async_rlhf.models.weights import TensorSpec, digests, tensors_in
+from async_rlhf.models.publish import DraftSnapshots, Snapshots, TensorSpec, tensors_in
+from async_rlhf.models.weights import digests
 
 Memory = NDArray[np.uint8]
 
 
 class ObjectStoreSnapshots(DraftSnapshots):
-    """S + 1 snapshots in Ray's object store; see :class:`~async_rlhf.models.snapshots.Snapshots`.
+    """S + 1 snapshots in Ray's object store; see :class:`~async_rlhf.models.publish.Snapshots`.
 
     A snapshot is one array of bytes, which every reader on a node maps into its memory without a copy.
 

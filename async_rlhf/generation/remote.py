@@ -32,9 +32,8 @@ from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request
 from async_rlhf.generation.validate_response import check_completions, fingerprint
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.models.adapters import has_adapters
-from async_rlhf.models.copy_stream import BackgroundThread
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.snapshots import NoSnapshots, Snapshots
+from async_rlhf.models.publish import BackgroundThread, NoSnapshots, Snapshots
 from async_rlhf.models.weights import differing
 from async_rlhf.system.errors import UserCodeError, last_place, own_frames
 from async_rlhf.system.trace import Trace

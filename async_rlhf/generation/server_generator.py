@@ -34,7 +34,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
 from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.generation.vllm_requests import seeds_of
-from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing, Snapshots
+from async_rlhf.models.publish import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
 from async_rlhf.types import Prompt, Sample, Turn, drawn_versions
 

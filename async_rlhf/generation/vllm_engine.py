@@ -36,9 +36,8 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, EngineLostError, Occupancy, SamplingParams
 from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
-from async_rlhf.models.copy_stream import pinned
-from async_rlhf.models.snapshots import Region, SharedTensors
-from async_rlhf.models.weights import digests, mapped_at, nameless_file, region_for, tensors_in
+from async_rlhf.models.publish import Region, SharedTensors, layout, mapped_at, nameless_file, pinned, tensors_in
+from async_rlhf.models.weights import digests
 from async_rlhf.system.subprocesses import started_within
 from async_rlhf.types import Prompt, RouteShape, Sample
 
@@ -473,7 +472,7 @@ class SeveralProcesses:
         if isinstance(tensors, SharedTensors):
             return tensors.region
         if self._copy is None:
-            specs, size = region_for(tensors)
+            specs, size = layout(tensors)
             fd = nameless_file(size)
             self._copy = fd, Region(f"/proc/{os.getpid()}/fd/{fd}", 0, size, specs)
         region = self._copy[1]

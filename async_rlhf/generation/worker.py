@@ -41,7 +41,7 @@ from async_rlhf.generation.protocol import (
     drawing,
 )
 from async_rlhf.generation.validate_response import fingerprint
-from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.types import Prompt, Sample, drawn_versions

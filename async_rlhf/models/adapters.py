@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from async_rlhf.config import AdapterConfig, ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.models.quantised import numbers, unquantised
+from async_rlhf.models.quantised import numbers, reader, unquantised
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -161,9 +161,9 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, list[nn.Parameter
             adapters = [p for key, p in layer.named_parameters() if is_adapter(f".{key}")]
             yield f"{owner}.{rest}", [parameter, *adapters], partial(_merged, layer, parameter)
         elif rest and owner in layers:
-            yield f"{owner}.{rest}", [parameter], partial(numbers, parameter)
+            yield f"{owner}.{rest}", [parameter], reader(parameter)
         elif not any(name.startswith(f"{layer}.lora_") for layer in layers):
-            yield name, [parameter], partial(numbers, parameter)
+            yield name, [parameter], reader(parameter)
 
 
 def _merged(layer: Any, weight: nn.Parameter) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -65,6 +65,11 @@ def numbers(parameter: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(parameter.data, state).float()
+
+
+def reader(parameter: Tensor) -> Callable[[], Tensor]:
+    """Gives the :func:`numbers` of a parameter whenever it is called."""
+    return parameter.detach if getattr(parameter, "quant_state", None) is None else partial(numbers, parameter)
 
 
 def like_numbers(parameter: Tensor) -> Tensor:

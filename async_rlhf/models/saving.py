@@ -21,7 +21,7 @@ from async_rlhf.models.conversion import layer_of
 from async_rlhf.models.loading import quietly, that_stops
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
-from async_rlhf.models.weights import collected_weights, iterate_weights, kept_dtype
+from async_rlhf.models.weights import collected_weights, iterate_weights
 
 FILE_BYTES = 1 << 31
 """Of the weights in one file, unless a layer has more; while it is written, memory holds it twice."""
@@ -46,15 +46,13 @@ def write_model(
         adapters = collected_weights(model, True, parallel)
     rounded = dtype not in (None, model.dtype)
     others = has_adapters(model) or parallel.is_sharded or is_quantised(model) or rounded
-    tensors = iterate_weights(model, parallel=parallel, dtype=dtype) if others and parallel.takes_part else None
+    named = iterate_weights(model, parallel=parallel, dtype=dtype if rounded else None)
+    tensors = named if others and parallel.takes_part else None
     if not parallel.ranks.is_main:
         deque(tensors or (), maxlen=0)  # gathers what rank 0 writes
         return
     if model.can_generate():
         model.generation_config = that_stops(model, tokenizer)
-    if dtype is not None and rounded and tensors is not None:
-        buffers = dict(model.named_buffers())
-        tensors = ((name, tensor.to(kept_dtype(name, tensor, buffers, dtype))) for name, tensor in tensors)
     if parallel.is_sharded or is_quantised(model) or rounded:  # it has another class, hooks, other weights
         model = plain_copy(model, tokenizer, parallel)
         model = model.to(dtype) if rounded else model

@@ -58,7 +58,7 @@ class Source:
     """Of the weights in float32, as far as they are known."""
 
     def digest(self, name: str) -> str:
-        """The checksum of a weight, as :func:`~async_rlhf.models.snapshots.digests` gives it for the whole tensor."""
+        """The checksum of a weight, as :func:`~async_rlhf.models.weights.digests` gives it for the whole tensor."""
         if name not in self.digests:
             origin = self.origins[name]
             self.digests[name] = digest(DTYPE, tuple(origin.shape), rows(origin))

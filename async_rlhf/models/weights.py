@@ -1,15 +1,12 @@
-"""The tensors that decide a model's output: their names, checksums, and places in memory that processes share."""
+"""The tensors that decide a model's output: their names, how each is read, and checksums."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -17,9 +14,8 @@ from torch import Tensor, nn
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
-from async_rlhf.models.quantised import like_numbers, numbers
+from async_rlhf.models.quantised import like_numbers, reader
 
-ALIGNMENT = 64
 HASHING = min(8, os.cpu_count() or 1)
 """Threads that compute checksums of what leaves a GPU: one takes 1.3 s for 8 billion parameters."""
 
@@ -32,26 +28,58 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(iterate_weights(model))
 
 
+class Weight(NamedTuple):
+    """One of the tensors that decide a model's output."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    """That it is needed in."""
+    read: Callable[[], Tensor]
+    """Gives the whole of it as it is now, maybe in a wider type. If it is sharded, every rank must call it."""
+
+
+def weights_of(
+    model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE, dtype: torch.dtype | None = None
+) -> dict[str, Weight]:
+    """The same, not read yet: to be found once, and read whenever the model has changed.
+
+    Args:
+        model: a policy, whose sharded weights are not gathered now.
+        adapters_only: give the adapters' own parameters instead.
+        parallel: how its weights are sharded over ranks; they are gathered one by one.
+        dtype: that parameters are rounded to, where possible before they are gathered. Buffers are not: rounding would
+            harm the frequencies of rotary positions.
+    """
+    found = {}
+    if has_adapters(model) and not adapters_only:
+        readers = merged_parameters(model)
+    else:
+        named = model.named_parameters()
+        readers = ((name, [p], reader(p)) for name, p in named if is_adapter(name) or not adapters_only)
+    for name, parameters, read in readers:
+        # Merging an adapter keeps the shape of the weight below it, which comes first.
+        like = like_numbers(parameters[0])
+        shape = parallel.shape_of(parameters[0]) if like is parameters[0] else like.shape
+        kept = dtype if dtype is not None and like.is_floating_point() else like.dtype
+        if parallel.is_sharded:
+            read = partial(parallel.unsharded, parameters, read, kept if kept.itemsize < like.itemsize else None)
+        found[name] = Weight(shape, kept, read)
+    for name, buffer in () if adapters_only else saved_buffers(model):
+        found[name] = Weight(buffer.shape, buffer.dtype, partial(model.get_buffer, name))  # a model may put in another
+    return found
+
+
 def iterate_weights(
     model: nn.Module, adapters_only: bool = False, parallel: Parallel = ALONE, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same, one tensor at a time, so that merged weights need not all be in memory together.
+    """The same, read one by one, so that merged weights need not all be in memory together.
 
-    Args:
-        model: a policy.
-        adapters_only: give the adapters' own parameters instead.
-        parallel: how its weights are sharded over ranks; they are gathered one by one, and every rank must iterate to
-            the end.
-        dtype: that they are needed in: sharded weights of a wider type are rounded before they are gathered.
+    Arguments are those of :func:`weights_of`. Every rank must iterate to the end.
     """
     parallel.barrier("reading weights", model)
-    for name, parameters, compute in published_parameters(model, adapters_only):
-        like = like_numbers(parameters[0])
-        rounded = dtype if dtype is not None and dtype.itemsize < like.itemsize and like.is_floating_point() else None
-        with parallel.unsharded(parameters, compute, rounded if parallel.is_sharded else None) as tensor:
-            yield name, tensor
-    if not adapters_only:
-        yield from saved_buffers(model)
+    for name, weight in weights_of(model, adapters_only, parallel, dtype).items():
+        tensor = weight.read()
+        yield name, tensor if dtype is None else tensor.to(weight.dtype)
 
 
 def collected_weights(
@@ -65,7 +93,7 @@ def collected_weights(
 
     Args:
         model: a policy.
-        adapters_only: see :func:`iterate_weights`.
+        adapters_only: see :func:`weights_of`.
         parallel: see there.
         copied: none of it may be the model's own memory, so that training can go on.
         on_device: tensors to take instead, by name.
@@ -83,17 +111,6 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that are saved with a model."""
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-
-
-def published_parameters(
-    model: nn.Module, adapters_only: bool
-) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
-    if has_adapters(model) and not adapters_only:
-        yield from merged_parameters(model)
-        return
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) or not adapters_only:
-            yield name, [parameter], partial(numbers, parameter)
 
 
 def digests(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
@@ -140,91 +157,3 @@ def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """The place of one tensor within a slot."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def end(self) -> int:
-        """Where its bytes end."""
-        return self.offset + torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def kept_dtype(name: str, tensor: Tensor, buffers: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
-    """Parameters are rounded, buffers are not: rounding would harm the frequencies of rotary positions."""
-    return dtype if name not in buffers and tensor.is_floating_point() else tensor.dtype
-
-
-def layout(
-    model: nn.Module, dtype: torch.dtype, adapters_only: bool = False, parallel: Parallel = ALONE
-) -> tuple[tuple[TensorSpec, ...], int]:
-    """The places of a snapshot's tensors within a slot, and the bytes of a slot. Needs no other rank."""
-    buffers = dict(model.named_buffers())
-    # Merging an adapter keeps the shape of the weight below it, which comes first.
-    sizes: list[tuple[str, Tensor, torch.Size]] = []
-    for name, own, _ in published_parameters(model, adapters_only):
-        like = like_numbers(own[0])
-        sizes.append((name, like, parallel.shape_of(own[0]) if like is own[0] else like.shape))
-    sizes += [(name, buffer, buffer.shape) for name, buffer in saved_buffers(model) if not adapters_only]
-    return _specs((name, shape, kept_dtype(name, tensor, buffers, dtype)) for name, tensor, shape in sizes)
-
-
-def region_for(tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorSpec, ...], int]:
-    """The places of these tensors in a region, and its bytes."""
-    return _specs((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
-
-
-def _specs(sizes: Iterable[tuple[str, torch.Size, torch.dtype]]) -> tuple[tuple[TensorSpec, ...], int]:
-    specs, offset = [], 0
-    for name, shape, dtype in sizes:
-        specs.append(TensorSpec(name, tuple(shape), dtype, offset))
-        offset += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return tuple(specs), offset
-
-
-def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """The tensors of a slot, without a copy.
-
-    Args:
-        memory: the slot, as uint8.
-        specs: their places.
-    """
-    views = {}
-    for spec in specs:
-        views[spec.name] = memory[spec.offset : spec.end].view(spec.dtype).view(spec.shape)
-    return views
-
-
-def mapped(fd: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
-
-
-def nameless_file(size: int) -> int:
-    """The file descriptor of so many bytes of memory, all zero."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("async_rlhf_weights", os.MFD_CLOEXEC)
-    else:  # macOS
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, size)
-    return fd
-
-
-def mapped_at(path: str) -> Tensor:
-    """Memory of another process of this user on this host, as ``/proc/PID/fd/FD`` names it.
-
-    Raises:
-        OSError: it cannot be seen from here.
-    """
-    fd = os.open(path, os.O_RDWR)
-    try:
-        return mapped(fd)
-    finally:
-        os.close(fd)

@@ -36,7 +36,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.weights import named_weights
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Prompt

@@ -22,8 +22,7 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models.copy_stream import AsyncCopy
-from async_rlhf.models.snapshots import SnapshotFolder, SnapshotRing
+from async_rlhf.models.publish import AsyncCopy, SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.system.trace import Trace

@@ -26,8 +26,8 @@ from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.distributed import loss_scale
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head, saving
+from async_rlhf.models.publish import NoSnapshots
 from async_rlhf.models.saving import FILE_BYTES
-from async_rlhf.models.snapshots import NoSnapshots
 from async_rlhf.run import build, shards
 from async_rlhf.run.trainer import OnlineTrainer
 

@@ -22,7 +22,7 @@ from gpus import (
 )
 
 from async_rlhf.generation import process
-from async_rlhf.models.snapshots import DeviceRing, SnapshotRing
+from async_rlhf.models.publish import DeviceRing, SnapshotRing
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent

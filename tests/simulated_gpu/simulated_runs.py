@@ -28,9 +28,9 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models import attention, snapshots, weights
+from async_rlhf.models import attention, weights
+from async_rlhf.models import publish as snapshots
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.copy_stream import AsyncCopy
 from async_rlhf.models.packing import is_packed
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
@@ -320,7 +320,7 @@ def leaves(device: str) -> list[float]:
     with torch.no_grad():
         model.weight.copy_(torch.arange(6.0).view(2, 3))
     place, later = torch.zeros(2, 3, dtype=torch.bfloat16), []
-    leaving = AsyncCopy(model, ALONE, lambda work: later.append(work) or Future())
+    leaving = snapshots.AsyncCopy(model, ALONE, lambda work: later.append(work) or Future())
     leaving.copy(model.weight, place)
     leaving.end(lambda: None)
     for work in later:

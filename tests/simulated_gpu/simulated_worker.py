@@ -5,7 +5,7 @@ from __future__ import annotations
 import simulated_device
 
 import async_rlhf.generation.worker  # noqa: F401
-from async_rlhf.models import snapshots
+from async_rlhf.models import publish
 
 simulated_device.install()
-snapshots.reduce_tensor = simulated_device.share_tensor
+publish.reduce_tensor = simulated_device.share_tensor

@@ -156,21 +156,21 @@ TOO_DEAR = {
     ),
     "weights that leave the device in float32": too_dear(
         publish,
-        "models.copy_stream:AsyncCopy.copy",
+        "models.publish:AsyncCopy.copy",
         "partial(place.copy_, copied, non_blocking=True)",
         "partial(place.copy_, tensor.clone())",
     ),
     "weights that the learner's thread copies to the host": too_dear(
         publish,
-        "models.copy_stream:AsyncCopy.copy",
+        "models.publish:AsyncCopy.copy",
         "partial(place.copy_, copied, non_blocking=True)",
         "place.copy_(copied).size",
     ),
     "weights that are not copied within the device": too_dear(
-        publish_float32, "models.copy_stream:AsyncCopy.copy", "copied = copied.clone()", "pass"
+        publish_float32, "models.publish:AsyncCopy.copy", "copied = copied.clone()", "pass"
     ),
     "checksums before the copies have arrived": too_dear(
-        publish, "models.copy_stream:AsyncCopy._beside", "self._stream.synchronize()", "None"
+        publish, "models.publish:AsyncCopy._beside", "self._stream.synchronize()", "None"
     ),
     "ended rows found on the device": too_dear(
         decode_twice, "generation.decode_cache:keep_rows", "places.to(device, non_blocking=True)", "places.to(device)"

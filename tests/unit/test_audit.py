@@ -19,7 +19,7 @@ from async_rlhf.generation.audit import Agreement, Comparisons, Noise, rows_of_b
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.adapters import add_adapters
-from async_rlhf.models.snapshots import SnapshotRing
+from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.weights import iterate_weights, named_weights
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from async_rlhf.generation import broadcast, server_generator
 from async_rlhf.generation.broadcast import Receiver, Sender, forwarded, hear
-from async_rlhf.models.weights import TensorSpec, tensors_in
+from async_rlhf.models.publish import TensorSpec, tensors_in
 
 CPU = torch.device("cpu")
 URL = "http://127.0.0.1:80"

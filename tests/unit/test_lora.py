@@ -18,8 +18,8 @@ from async_rlhf.commands.sft import run_sft
 from async_rlhf.config import AdapterConfig, ConfigError, SFTConfig
 from async_rlhf.models import loading
 from async_rlhf.models.adapters import adapters_off, add_adapters, unwrap
+from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.saving import write_model
-from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.values import new_value_model
 from async_rlhf.models.weights import named_weights
 from async_rlhf.run.trainer import OnlineTrainer

@@ -17,9 +17,9 @@ from async_rlhf import GRPOTrainer, KLConfig, LoRAConfig
 from async_rlhf.config import ConfigError, ParallelConfig
 from async_rlhf.models.adapters import write_base
 from async_rlhf.models.loading import load_in_four_bits, load_policy
+from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.quantised import keep_format
 from async_rlhf.models.saving import write_model
-from async_rlhf.models.snapshots import SnapshotRing
 from async_rlhf.models.weights import named_weights
 
 needs_it = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="pip install 'async-rlhf[quantized]'")

@@ -16,7 +16,7 @@ import torch
 from async_rlhf.config import ConfigError, ParallelConfig, RayConfig, VLLMConfig
 from async_rlhf.generation.placement import check_gpus, check_memory, memory_taken, worker_devices
 from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
-from async_rlhf.models.snapshots import Region, SnapshotRing
+from async_rlhf.models.publish import Region, SnapshotRing
 from async_rlhf.models.weights import differing, digests, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
 

@@ -9,7 +9,7 @@ from torch import nn
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
-from async_rlhf.models.snapshots import DeviceRing, SnapshotFolder, SnapshotRing
+from async_rlhf.models.publish import DeviceRing, SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import checksum, differing, digests, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
 
@@ -113,11 +113,12 @@ def test_buffers_that_decide_the_output_are_in_the_snapshot(make_policy):
     for model in (policy, copy):
         model.register_buffer("bias", torch.zeros(3, dtype=torch.float64))
         model.register_buffer("scratch", torch.zeros(3), persistent=False)
-    policy.bias += 7
     ring = SnapshotRing.for_model(policy, torch.bfloat16, 1)
-    ring.publish(policy, 0)
+    for version in range(2):
+        policy.bias = policy.bias + 7  # another tensor, as a model's own code may put in
+        ring.publish(policy, version)
     engine = TransformersEngine(copy, SamplingParams(1, 1.0, 1, (0,), 0))
-    assert engine.load(ring.views(0), 0) == ring.published[0]
+    assert engine.load(ring.views(1), 1) == ring.published[1]
     assert torch.equal(copy.bias, policy.bias)
     assert "scratch" not in ring.views(0)
     ring.close()

@@ -12,7 +12,7 @@ from tiny import PROMPTS, After, count_letters
 
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.generation.server_client import ServerClient
-from async_rlhf.models.snapshots import SnapshotFolder
+from async_rlhf.models.publish import SnapshotFolder
 from async_rlhf.models.weights import named_weights
 
 pytestmark = pytest.mark.vllm

@@ -154,22 +154,19 @@ class ZeRO(Parallel):
         with self._deepspeed.zero.GatheredParameters(list(parameters), enabled=self.is_sharded):
             yield
 
-    @contextmanager
     def unsharded(
         self, parameters: Sequence[nn.Parameter], compute: Callable[[], Tensor], dtype: torch.dtype | None
-    ) -> Iterator[Tensor]:
+    ) -> Tensor:
         """As in the base class. DeepSpeed gathers what it keeps, so what is rounded before is gathered here."""
         first: Any = parameters[0]
         part = getattr(first, "ds_tensor", None)
         elsewhere = getattr(part, "final_location", None) == "nvme"
-        if not self.is_sharded or dtype is None or len(parameters) > 1 or part is None or elsewhere:
-            with super().unsharded(parameters, compute, dtype) as tensor:
-                yield tensor
-            return
+        if dtype is None or len(parameters) > 1 or part is None or elsewhere:
+            return super().unsharded(parameters, compute, dtype)  # what was gathered stays as long as it is held
         mine = part.data.to(self.device, dtype)
         whole = torch.empty(mine.numel() * self.ranks.count, dtype=dtype, device=self.device)
         dist.all_gather_into_tensor(whole, mine, group=first.ds_process_group)
-        yield whole[: first.ds_numel].view(first.ds_shape)
+        return whole[: first.ds_numel].view(first.ds_shape)
 
     def swap_parameter(self, parameter: nn.Parameter, tensor: Tensor | None) -> Callable[[], Any]:
         before: Tensor | None = None

@@ -5,20 +5,30 @@ needed by batches up to v + 1 + S; version v + S + 1 takes its place only after 
 so after it has been sampled. Snapshots are in memory that the processes of one host share, or in a folder that several
 hosts share.
 
-Publishing has two parts. The weights are copied at once, by all ranks, and may change after that; their digests, files
-and whatever else makes the copy available come later, in another thread if there is one. A version counts as
-published, under its number and as the newest, when all of that is done.
+What is published, and how each tensor is read, is one list that is found at the start; every version is published by
+walking it. The weights are copied at once, by all ranks, and may change after that; their digests, files and whatever
+else makes the copy available come later, in another thread if there is one. A version counts as published, under its
+number and as the newest, when all of that is done.
+
+On the host a copy goes straight to its place. On a GPU the weights are rounded and copied within the device, which
+takes milliseconds; they cross the bus on a stream of their own, so that neither the host nor its next kernels wait.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import mmap
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,20 +40,211 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.copy_stream import AsyncCopy, Later, at_once, pinned
-from async_rlhf.models.weights import (
-    ALIGNMENT,
-    HASHING,
-    TensorSpec,
-    digests,
-    iterate_weights,
-    layout,
-    mapped,
-    nameless_file,
-    tensors_in,
-)
+from async_rlhf.models.weights import HASHING, Weight, digests, weights_of
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+Work = Callable[[], None]
+Later = Callable[[Work], "Future[None]"]
+"""Does work some time, in the order in which it is handed over."""
+_LEAST_ROOM = 1 << 30
+
+
+def at_once(work: Work) -> Future[None]:
+    """Do it now."""
+    work()
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+class BackgroundThread:
+    """Does work in order. After an error nothing more is done, and :meth:`require` raises it."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        self._failure: BaseException | None = None
+        self.began: float | None = None
+        """When the first work began since this was last set to None, on the monotonic clock."""
+
+    def __call__(self, work: Work) -> Future[None]:
+        """Hand over work. Returns at once."""
+        return self._pool.submit(self._do, work)
+
+    def _do(self, work: Work) -> None:
+        if self._failure is None:
+            self.began = self.began or time.monotonic()
+            try:
+                work()
+            except BaseException as error:  # of any kind: it is raised where the run next asks
+                self._failure = error
+
+    def require(self) -> None:
+        """Raise what has gone wrong so far."""
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Wait until everything is done, and raise what has gone wrong."""
+        self._pool.submit(int).result()
+        self.require()
+
+    def close(self) -> None:
+        """Wait for what is under way, and end the thread."""
+        self._pool.shutdown()
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all versions: torch has 32 streams, and a new one is in the end one that somebody else works on."""
+    return torch.cuda.Stream(device)
+
+
+class AsyncCopy:
+    """Copies of tensors on their way to where they are needed.
+
+    What is under way on a device takes no more than gradients would, which nobody holds between two updates.
+
+    Args:
+        model: that they leave.
+        parallel: how its weights are sharded.
+        later: does what need not be done now.
+    """
+
+    def __init__(self, model: nn.Module, parallel: Parallel, later: Later) -> None:
+        self._device = device = parallel.device or next(model.parameters()).device
+        self._stream = _stream_of(device) if device.type == "cuda" else None
+        self._later = later
+        held = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.is_sharded else 1))
+        self._under_way: deque[tuple[int, Future[None]]] = deque()
+        own = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own} if self._stream is not None else set()
+
+    def copy(self, tensor: Tensor, place: Tensor) -> None:
+        """Copy a tensor, which may change as soon as this returns.
+
+        Args:
+            tensor: of any type.
+            place: for it; filled once what :meth:`end` is given begins.
+        """
+        if self._stream is None or tensor.device == place.device:
+            place.copy_(tensor)
+            return
+        # Rounded before it crosses the bus: a copy that rounds moves the wider type, and rounds on the host.
+        copied = tensor.to(place.dtype)
+        if copied.untyped_storage().data_ptr() in self._own:  # else it was rounded, gathered or merged
+            copied = copied.clone()
+        while self._under_way and sum(size for size, _ in self._under_way) + copied.nbytes > self._room:
+            self._under_way.popleft()[1].result()
+        work = partial(self._beside, self._ready(), partial(place.copy_, copied, non_blocking=True))
+        self._under_way.append((copied.nbytes, self._later(work)))
+
+    def end(self, work: Work) -> Future[None]:
+        """Have this done when all copies are in place."""
+        return self._later(partial(self._beside, self._ready(), work))
+
+    def _ready(self) -> Any:
+        """Marks what the device has been asked to do so far."""
+        if self._stream is None:
+            return None
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))  # not of the current device, which may be another GPU
+        return ready
+
+    def _beside(self, ready: Any, work: Callable[[], Any]) -> None:
+        """Do work that needs what was marked, apart from what the device is asked to do meanwhile."""
+        if self._stream is None:
+            work()
+            return
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            work()
+            self._stream.synchronize()
+
+
+@contextmanager
+def pinned(memory: Tensor) -> Iterator[None]:
+    """Within, a GPU copies to this memory of the host by itself; where that cannot be had, copies are slower."""
+    runtime: Any = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        size = memory.nbytes / 1e9
+        logger.warning("%.3g GB of the host cannot be pinned (CUDA error %d): weights leave more slowly", size, error)
+    try:
+        yield
+    finally:
+        if not error:
+            runtime.cudaHostUnregister(memory.data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The place of one tensor within a slot."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end."""
+        return self.offset + torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 Specs: TypeAlias = tuple[TensorSpec, ...]
+
+
+def layout(tensors: Mapping[str, Weight | Tensor]) -> tuple[Specs, int]:
+    """The places of these tensors within a slot or region, and its bytes."""
+    specs, offset = [], 0
+    for name, tensor in tensors.items():
+        specs.append(TensorSpec(name, tuple(tensor.shape), tensor.dtype, offset))
+        offset += -(-tensor.shape.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return tuple(specs), offset
+
+
+def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """The tensors of a slot, without a copy.
+
+    Args:
+        memory: the slot, as uint8.
+        specs: their places.
+    """
+    views = {}
+    for spec in specs:
+        views[spec.name] = memory[spec.offset : spec.end].view(spec.dtype).view(spec.shape)
+    return views
+
+
+def mapped(fd: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+
+
+def nameless_file(size: int) -> int:
+    """The file descriptor of so many bytes of memory, all zero."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("async_rlhf_weights", os.MFD_CLOEXEC)
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+def mapped_at(path: str) -> Tensor:
+    """Memory of another process of this user on this host, as ``/proc/PID/fd/FD`` names it.
+
+    Raises:
+        OSError: it cannot be seen from here.
+    """
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return mapped(fd)
+    finally:
+        os.close(fd)
 
 
 class Snapshots:
@@ -52,7 +253,7 @@ class Snapshots:
     Args:
         dtype: parameters are rounded to it; None copies them as they are.
         slots: S + 1.
-        adapters_only: see :func:`iterate_weights`.
+        adapters_only: see :func:`~async_rlhf.models.weights.weights_of`.
     """
 
     def __init__(self, dtype: torch.dtype | None, slots: int, adapters_only: bool = False) -> None:
@@ -60,6 +261,9 @@ class Snapshots:
         self.published: dict[int, dict[str, str]] = {}
         """The available versions, with the digest of each tensor."""
         self._newest = -1
+        self._model: nn.Module | None = None
+        self._weights: dict[str, Weight] = {}
+        """What is read of that model for each version."""
         self._held = ExitStack()
         self._hashing = 1
 
@@ -71,7 +275,7 @@ class Snapshots:
     def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
         """Copy the weights, which may change when this returns, and make the copy available.
 
-        Every rank must call it, see :func:`iterate_weights`.
+        Every rank must call it.
 
         Args:
             model: has them.
@@ -83,8 +287,12 @@ class Snapshots:
         copies = AsyncCopy(model, parallel, later)
         with torch.no_grad():
             if parallel.takes_part:
+                parallel.barrier("reading weights", model)
+                if model is not self._model:  # not before: until it is sharded, a model has other parameters
+                    self._model, self._weights = model, weights_of(model, self.adapters_only, parallel, self.dtype)
                 places = self._places(model, version, parallel)
-                for name, tensor in iterate_weights(model, self.adapters_only, parallel, self.dtype):
+                for name, weight in self._weights.items():
+                    tensor = weight.read()  # on all ranks, in one order
                     if name in places:
                         copies.copy(tensor, places[name])
         copies.end(partial(self.make_available, version))
@@ -110,6 +318,7 @@ class Snapshots:
         """Free what is held."""
         self._held.close()
         self.published.clear()
+        self._model, self._weights = None, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +350,7 @@ class SnapshotRing(Snapshots):
         slots: S + 1. The number of the newest version is stored before the first slot.
         memory: all slots, as uint8.
         fd: the file descriptor of the memory; -1 for none.
-        adapters_only: see iterate_weights.
+        adapters_only: see weights_of.
         dtype: see there.
     """
 
@@ -168,11 +377,11 @@ class SnapshotRing(Snapshots):
         cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False, parallel: Parallel = ALONE
     ) -> SnapshotRing:
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
-        specs, slot_bytes = layout(model, dtype, adapters_only, parallel)
+        specs, slot_bytes = layout(weights_of(model, adapters_only, parallel, dtype))
         memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
         memory[:8].view(torch.int64)[0] = -1
         ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
-        if fd >= 0 and _leaves_a_gpu(model, parallel):
+        if fd >= 0 and parallel.device_of(model).type == "cuda":
             ring.pin(memory)
         return ring
 
@@ -195,7 +404,7 @@ class SnapshotRing(Snapshots):
     @property
     def path(self) -> str:
         """Where other processes of this user on this host find the memory; no file if they cannot."""
-        return _path(self.fd)
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def slot(self, version: int) -> Tensor:
         """A version's memory, as uint8."""
@@ -248,10 +457,10 @@ class DraftSnapshots(Snapshots):
 
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
         if not self.specs:
-            self.specs, size = layout(model, self.dtype or torch.float32, self.adapters_only, parallel)
+            self.specs, size = layout(weights_of(model, self.adapters_only, parallel, self.dtype))
             self.memory = torch.empty(size, dtype=torch.uint8)
             self.draft = tensors_in(self.memory, self.specs)
-            if _leaves_a_gpu(model, parallel):
+            if parallel.device_of(model).type == "cuda":
                 self.pin(self.memory)
         return self.draft
 
@@ -301,15 +510,13 @@ class NoSnapshots(Snapshots):
 
     Args:
         dtype: of rank 0's snapshots.
-        adapters_only: see iterate_weights.
+        adapters_only: see weights_of.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32, adapters_only: bool = False) -> None:
         super().__init__(dtype, 1, adapters_only)
-        self._names: list[str] = []
 
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
-        self._names = [spec.name for spec in layout(model, torch.float32, self.adapters_only, parallel)[0]]
         return {}
 
     def make_available(self, version: int) -> None:
@@ -317,16 +524,7 @@ class NoSnapshots(Snapshots):
 
     def views(self, version: int) -> Mapping[str, None]:
         """The names of a version's tensors."""
-        return dict.fromkeys(self._names)
-
-
-def _leaves_a_gpu(model: nn.Module, parallel: Parallel) -> bool:
-    return (parallel.device or next(model.parameters()).device).type == "cuda"
-
-
-def _path(fd: int) -> str:
-    """Where other processes of this user on this host find the memory of a file descriptor."""
-    return f"/proc/{os.getpid()}/fd/{fd}"
+        return dict.fromkeys(self._weights)
 
 
 def _attach(specs: Specs, slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
