@@ -18,14 +18,13 @@ from async_rlhf.commands.table import function_of
 from async_rlhf.config import ConfigError
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
-from async_rlhf.data.loading import Rows, stream_rows
-from async_rlhf.data.unsized import Stream
+from async_rlhf.data.loading import Rows
 from async_rlhf.generation.episodes.spec import world_named
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.build import Start, begin
-from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
@@ -74,14 +73,13 @@ def make_trainer(config: RunConfig, start: Start | None = None) -> OnlineTrainer
     """The trainer, with all that the configuration names loaded."""
     transformers.logging.disable_progress_bar()  # for every model loaded or saved; the run has its own bar
     data = config.data
-    train_rows: Rows | Stream = []
+    train_rows: Rows = []
     eval_rows: Rows | None = None
     if start is None or start.ranks.is_main:  # it hands out the prompts
         field, words = data.prompt_field, data.prompt_words
-        if data.streaming:
-            train_rows = stream_rows(data.train, data.train_split, key="data.train")
-        else:
-            train_rows, eval_rows = _counted_prompts(data)
+        train_rows = load_prompts(data.train, data.train_split, field, words, "data.train")
+        if data.eval_fraction is not None:
+            train_rows, eval_rows = hold_out(train_rows, data.eval_fraction, "data.train", field)
         if data.eval is not None:
             eval_rows = load_prompts(data.eval, data.eval_split, field, words, "data.eval")
     world = world_named(config.environment, config.tools, config.agent)
@@ -127,14 +125,6 @@ def _train(config: RunConfig, stage: Stage, start: Start) -> tuple[dict[str, Any
         if threads is not None and (hint := better_threads(read_rows(folder / METRICS), *threads)):
             logger.info("%s", hint)
     return results, nothing_learnt(state) if state.optimizer_steps == 0 else ""
-
-
-def _counted_prompts(data: DataConfig) -> tuple[Rows, Rows | None]:
-    """The training prompts and, with ``eval_fraction``, those that are held out of them."""
-    rows = load_prompts(data.train, data.train_split, data.prompt_field, data.prompt_words, "data.train")
-    if data.eval_fraction is None:
-        return rows, None
-    return hold_out(rows, data.eval_fraction, "data.train", data.prompt_field)
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:

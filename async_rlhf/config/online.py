@@ -375,17 +375,10 @@ class OnlineConfig(TrainingConfig):
         """Most tokens of prompt and response together, or of an episode."""
         return self.prompt_cap + self.generation.longest_episode
 
-    def with_rows(self, rows: int | None) -> OnlineConfig:
-        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data.
-
-        Raises:
-            ConfigError: the number of rows is not known.
-        """
+    def with_rows(self, rows: int) -> OnlineConfig:
+        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data."""
         if self.num_train_epochs is None:
             return self
-        right = "must be left out with a train_dataset without a length; say total_episodes or batches instead"
-        self.require(rows is not None, "num_train_epochs", right)
-        assert rows is not None
         batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
         return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
 

@@ -32,6 +32,7 @@ DROPPED: dict[str, str] = {
     "staleness_mode": "leave it out; with generation.in_flight the newest weights sample",
     "feedback": "use a reward function that asks people: recipes/feedback",
     "reward_model_bits": "give a trainer in Python a model that is loaded so, or score with one in a reward function",
+    "data.streaming": "data are downloaded and stay on disk; data.train_split 'train[:10000]' takes a part of them",
 }
 """Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
 _IDLE = {"feedback.answers": 1, "staleness_mode": "exact"}

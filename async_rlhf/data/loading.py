@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.cache import checksum_of
-from async_rlhf.data.files import each_row, read_file
+from async_rlhf.data.files import read_file
 from async_rlhf.data.views import RowView, joined
 from async_rlhf.system.names import TEXT_FILES, find_data
 
@@ -35,42 +33,14 @@ def load_rows(
         ConfigError: the source does not exist, cannot be read or is empty, or a column is missing.
     """
     path = find_data(source, split, key)
-    rows: Rows = _load(path, source, split, key, lambda files: joined([read_file(one, key, numbers) for one in files]))
+    rows: Rows = _load(path, source, split, key, numbers)
     if len(rows) == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
     check_columns(rows, columns, key, source)
     return rows
 
 
-def stream_rows(source: str, split: str = "train", *, key: str = "data") -> Iterable[Mapping[str, Any]]:
-    """The rows of a data set as they come, again from the start each time: nothing is downloaded or converted first.
-
-    Args:
-        source: see :func:`load_rows`.
-        split: the same.
-        key: the same.
-
-    Raises:
-        ConfigError: the source does not exist or cannot be read.
-    """
-    path = find_data(source, split, key)
-    return _load(path, source, split, key, lambda files: _Files(files, key), streaming=True)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The rows of files, read anew each time."""
-
-    paths: Sequence[Path]
-    key: str
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return chain.from_iterable(each_row(path, self.key) for path in self.paths)
-
-
-def check_columns(
-    rows: Rows | Iterable[Mapping[str, Any]], columns: Sequence[str], key: str, source: str = "the data set"
-) -> None:
+def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:
     """Require rows, and the given columns in every row, with a value.
 
     Raises:
@@ -81,6 +51,10 @@ def check_columns(
         frame = "; of a frame give datasets.Dataset.from_pandas(frame), or frame.to_dict('records')" if is_frame else ""
         right = f"must be a list of rows, or one split of a data set{frame}"
         raise ConfigError(f"{key}: got a {type(rows).__name__}; {right}")
+    if not hasattr(rows, "__len__"):  # a generator, or what load_dataset(..., streaming=True) returns
+        right = "must be a list of rows, or one split of a data set that was loaded without streaming"
+        made = "datasets.Dataset.from_generator(...) makes one, whose rows are on disk"
+        raise ConfigError(f"{key}: got a {type(rows).__name__}, which has no length; {right}; {made}")
     columns = [column for column in columns if not has_all(rows, column)]
     for number, row in enumerate(rows if columns else ()):
         for column in columns:
@@ -111,37 +85,31 @@ def has_all(rows: object, column: str) -> bool:
     return column in getattr(table, "column_names", ()) and table.column(column).null_count == 0
 
 
-def _load(
-    path: Path, source: str, split: str, key: str, read: Callable[[list[Path]], Any], streaming: bool = False
-) -> Any:
-    """What ``read`` makes of JSON and CSV files; datasets, which would guess their types, reads all else."""
+def _load(path: Path, source: str, split: str, key: str, numbers: Sequence[str]) -> Any:
+    """The rows of JSON and CSV files as they are there; datasets, which would guess their types, reads all else."""
     if path.is_file() and path.stat().st_size == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
     if path.suffix in TEXT_FILES:
-        return read([path])
+        return read_file(path, key, numbers)
 
     from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk
 
-    how: dict[str, Any] = {"streaming": True} if streaming else {}
     try:
         if path.suffix == ".parquet":
-            how = how or _by_content([path])
-            return load_dataset("parquet", data_files=str(path), split="train", **how)
+            return load_dataset("parquet", data_files=str(path), split="train", **_by_content([path]))
         if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             loaded = load_from_disk(str(path))
             if not isinstance(loaded, DatasetDict):
-                return loaded.to_iterable_dataset() if streaming else loaded
-            loaded = {name: part.to_iterable_dataset() for name, part in loaded.items()} if streaming else loaded
+                return loaded
         elif path.is_dir():  # files as <split>.jsonl or <split>-00000-of-00002.parquet
             builder = load_dataset_builder(str(path))
             named = builder.config.data_files or {}
             if type(builder).__module__.rpartition(".")[2] in ("json", "csv"):
-                return read([Path(file) for file in _split_of(named, split, source, key)])
-            how = how or _by_content([Path(file) for files in named.values() for file in files])
-            loaded = load_dataset(str(path), **how)
+                return joined([read_file(Path(file), key, numbers) for file in _split_of(named, split, source, key)])
+            loaded = load_dataset(str(path), **_by_content([Path(file) for files in named.values() for file in files]))
         else:
             name, _, config = source.partition(":")
-            return load_dataset(name, config or None, split=split, **how)
+            return load_dataset(name, config or None, split=split)
         return _split_of(loaded, split, source, key)
     except ConfigError:
         raise

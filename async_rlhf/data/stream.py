@@ -1,8 +1,7 @@
 """The endless stream of prompts.
 
-From rows that can be counted it is a pure function of (seed, draw): every epoch is a new permutation of the rows, and
-draw n is always the same prompt. So the state of the stream is one integer, and any process can compute the prompts of
-batch b. Rows that can only be read one after the other are in data/unsized.py.
+It is a pure function of (seed, draw): every epoch is a new permutation of the rows, and draw n is always the same
+prompt. So the state of the stream is one integer, and any process can compute the prompts of batch b.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,29 +23,12 @@ from async_rlhf.data.loading import Rows
 from async_rlhf.data.token_cache import Part, encode_parts
 from async_rlhf.data.tokenizer import begun
 from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.models.chats import ChatTemplate, Message, Schemas
+from async_rlhf.models.chats import ChatTemplate, Schemas
 from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 _COLUMNS = json.JSONEncoder(sort_keys=True, default=str)
-
-
-class Prompts(Protocol):
-    """Prompts in an endless order; draw n is always the same one."""
-
-    @property
-    def epoch_size(self) -> int | None:
-        """Prompts of one epoch, if that is known."""
-
-    def prompt(self, draw: int) -> Prompt:
-        """The prompt of one draw, which counts from 0."""
-
-    def batch(self, index: int, size: int) -> Sequence[Prompt]:
-        """The prompts of batch ``index``, which counts from 1."""
-
-    def fingerprint(self) -> str:
-        """Identifies the prompts, as far as can be told before a run."""
 
 
 class PromptStream:
@@ -81,8 +63,6 @@ class PromptStream:
         tools: Schemas = (),
         chat: ChatTemplate | None = None,
     ) -> None:
-        if not hasattr(rows, "__len__") or isinstance(rows, Mapping):
-            raise ConfigError(f"{key}: got a {type(rows).__name__}; must be a list of rows, or one split of a data set")
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
         check_prompts(rows, prompt_field, key)
@@ -117,11 +97,6 @@ class PromptStream:
         """Prompts of one epoch."""
         return len(self._kept)
 
-    @property
-    def epoch_size(self) -> int | None:
-        """Prompts of one epoch."""
-        return len(self)
-
     def fingerprint(self) -> str:
         """A checksum of the prompts' tokens and of all columns, in row order."""
         if self._encoded.key is None:
@@ -142,12 +117,16 @@ class PromptStream:
         return digest.hexdigest()
 
     def prompt(self, draw: int) -> Prompt:
-        """The prompt of one draw."""
+        """The prompt of one draw, which counts from 0."""
         epoch, position = divmod(draw, len(self))
         row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
-        column = other_column(columns, self._field)
-        messages = with_prompt_text(columns, self._field, self._reader, f"{self._field!r} of row {row + 1}")
+        value, column = prompt_of(columns, self._field), other_column(columns, self._field)
+        if column is not None:
+            del columns[column]
+        place = f"{self._field!r} of row {row + 1}"
+        columns[self._field] = self._reader.prompt(value, place, columns)
+        messages = self._reader.messages(value, place, columns)
         return Prompt(draw, row, self._tokens[row], columns, messages, column)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
@@ -159,15 +138,6 @@ class PromptStream:
             return np.arange(len(self), dtype=_index_type(len(self)))
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
         return order.astype(_index_type(len(self)))
-
-
-def with_prompt_text(columns: dict[str, Any], field: str, reader: RowReader, place: str) -> list[Message] | None:
-    """Have a row's column ``field`` hold the text that the policy reads, and return its messages if it is a chat."""
-    value, other = prompt_of(columns, field), other_column(columns, field)
-    if other is not None:
-        del columns[other]
-    columns[field] = reader.prompt(value, place, columns)
-    return reader.messages(value, place, columns)
 
 
 def _index_type(count: int) -> type[np.signedinteger[Any]]:
@@ -183,7 +153,7 @@ class SharedPrompts:
         ranks: of the learner.
     """
 
-    def __init__(self, stream: Prompts | None, ranks: Ranks) -> None:
+    def __init__(self, stream: PromptStream | None, ranks: Ranks) -> None:
         self.stream, self.ranks = stream, ranks
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
@@ -191,14 +161,14 @@ class SharedPrompts:
         return self._draw(f"prompts of batch {index}", lambda stream: stream.batch(index, size))
 
     def all(self) -> Sequence[Prompt]:
-        """The prompts of one epoch, of a stream with a length."""
-        return self._draw("all prompts", lambda stream: [stream.prompt(draw) for draw in range(stream.epoch_size or 0)])
+        """The prompts of one epoch."""
+        return self._draw("all prompts", lambda stream: [stream.prompt(draw) for draw in range(len(stream))])
 
     def prompts(self, draws: Sequence[int]) -> Sequence[Prompt]:
         """The prompts of the given draws."""
         return self._draw("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
 
-    def _draw(self, place: str, draw: Callable[[Prompts], Sequence[Prompt]]) -> Sequence[Prompt]:
+    def _draw(self, place: str, draw: Callable[[PromptStream], Sequence[Prompt]]) -> Sequence[Prompt]:
         prompts = () if self.stream is None else draw(self.stream)
         self.ranks.barrier(place)
         return prompts

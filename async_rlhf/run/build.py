@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,8 +22,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
 from async_rlhf.config.rewards import check_rewards
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.stream import Prompts, PromptStream, SharedPrompts
-from async_rlhf.data.unsized import Stream, UnsizedPrompts, is_unsized
+from async_rlhf.data.stream import PromptStream, SharedPrompts
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.distributed.parallel import Parallel
@@ -85,7 +84,7 @@ class Inputs:
     """What a user hands over beside the configuration; see :class:`~async_rlhf.run.trainer.OnlineTrainer`."""
 
     model: Model
-    train_dataset: Rows | Stream
+    train_dataset: Rows
     algorithm: Algorithm | None = None
     reward_model: Model | None = None
     reward_funcs: Sequence[RewardFunction] = ()
@@ -223,7 +222,7 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
         prepare_deterministic()
     with failure_detector.watching(), ExitStack() as stack:
         check_launch(config, ranks, rank_device(config, ranks))
-        config = start.config.with_rows(ranks.broadcast("rows", lambda: _count(inputs.train_dataset)))
+        config = start.config.with_rows(ranks.broadcast("rows", lambda: len(inputs.train_dataset)))
         hold = stack.enter_context(hold_folder(Path(config.output_dir))) if ranks.is_main else None
         run = _build(config, algorithm, inputs, ranks, failure_detector, hold)
         if run.resumed is not None:
@@ -237,10 +236,6 @@ def _check_stop(config: OnlineConfig, inputs: Inputs) -> None:
     names = [f"eval_{name}" for name in metric_names(inputs.reward_funcs, inputs.reward_model is not None)]
     known = config.stop_at is None or config.stop_at in names
     require(known, "stop_at", config.stop_at, f"must be one of {', '.join(names)}")
-
-
-def _count(rows: Rows | Stream) -> int | None:
-    return len(rows) if isinstance(rows, Sized) else None
 
 
 def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
@@ -340,7 +335,7 @@ def _callbacks(
     """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
     known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
     found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.is_main else {}
-    known |= derived(config, None if prompts.stream is None else prompts.stream.epoch_size)
+    known |= derived(config, None if prompts.stream is None else len(prompts.stream))
     return Callbacks(config, learner, tokenizer, inputs.callbacks, known, found)
 
 
@@ -363,20 +358,13 @@ def _read_prompts(
     what: dict[str, Any] = {"prompt_field": inputs.prompt_field, "max_length": config.prompt_cap}
     what |= {"tools": tools_of(inputs.world), "chat": chat}
 
-    def training() -> Prompts:
-        rows = inputs.train_dataset
-        if is_unsized(rows):
-            # Restarted generators get their open requests again, of S + 1 batches at most.
-            return UnsizedPrompts(rows, chat.tokenizer, window=(config.staleness + 2) * config.batch_size, **what)
-        return PromptStream(cast(Rows, rows), chat.tokenizer, seed=config.seed, **what)
-
-    train: Prompts | None = None
+    train: PromptStream | None = None
     evaluated: PromptStream | None = None
     if ranks.is_main:
         rows = inputs.eval_dataset
         evaluable = config.eval_steps == 0 or rows is not None
         require(evaluable, "eval_steps", config.eval_steps, "must be 0 without eval_dataset")
-        train = training()
+        train = PromptStream(inputs.train_dataset, chat.tokenizer, seed=config.seed, **what)
         if rows is not None:
             evaluated = PromptStream(rows, chat.tokenizer, shuffle=False, key="eval_dataset", **what)
     evaluates = ranks.broadcast("held-out prompts", lambda: evaluated is not None)

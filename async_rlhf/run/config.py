@@ -20,17 +20,10 @@ class DataConfig(PromptsConfig, HeldOutRowsConfig):
 
     train: str = key(REQUIRED, main="data and models", names="data")
     """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
-    streaming: bool = False
-    """Take the training prompts in their order, as they come, and from the start again at their end: a data set on the
-    hub is then not downloaded first, and its length need not be known. A resumed run reads them again up to the next
-    one."""
 
     def check(self) -> None:
         self.check_held_out("data.")
         self.check_prompts("data.")
-        for name in ("eval_fraction", "prompt_words") if self.streaming else ():
-            right = "must be left out with data.streaming, which reads no row before it is needed"
-            require(getattr(self, name) is None, f"data.{name}", getattr(self, name), right)
 
 
 @dataclass(frozen=True)
@@ -104,9 +97,6 @@ class RunConfig(Checked):
         right = f"must be null: {self.algorithm!r} has no value model"
         needs = algorithm.needs(self.train)
         require(self.value_model is None or needs.values, "value_model", self.value_model, right)
-        right = "must be left out with data.streaming, which knows no length; say train.total_episodes or train.batches"
-        epochs = self.train.num_train_epochs
-        require(epochs is None or not self.data.streaming, "train.num_train_epochs", epochs, right)
         check_functions(self.reward_funcs)
         check_functions(self.callbacks, "callbacks")
         weights, functions = self.train.reward_weights, self.reward_funcs

@@ -230,7 +230,7 @@ class TrainingLoop(Loop):
         run, stream = self.run, self.run.prompts.stream
         policy = f"{Path(run.record.values['model'] or 'policy').name}-{run.algorithm.name}"
         name = run.config.run_name or (run.config.hub_model_id or policy).rpartition("/")[2]
-        rows = None if stream is None else stream.epoch_size
+        rows = None if stream is None else len(stream)
         card = Card(name, run.config, run.record, rows)
         card.write(folder, run.folder.path / METRICS, run.callbacks.state.newest)
 

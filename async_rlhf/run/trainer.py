@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
@@ -21,7 +21,6 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
 from async_rlhf.data.loading import Rows, check_columns
-from async_rlhf.data.unsized import Stream, is_unsized
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
@@ -51,9 +50,7 @@ class OnlineTrainer:
     Args:
         model: the policy, trained in place; a model, a folder or a hub name, perhaps owner/model@revision.
         args: the configuration: GRPOConfig for GRPO, and so on.
-        train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts; or rows without a
-            length, such as a datasets.IterableDataset or an object of your own with ``__iter__``, which are taken in
-            their order, from the start again at their end (see data/unsized.py).
+        train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
         reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
             is the reward.
@@ -89,7 +86,7 @@ class OnlineTrainer:
         self,
         model: Model,
         args: OnlineConfig,
-        train_dataset: Rows | Stream,
+        train_dataset: Rows,
         *,
         reward_model: Model | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
@@ -252,16 +249,6 @@ class OnlineTrainer:
         return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
 
 
-class Formatted:
-    """Rows without a length, each changed by a function when it is read."""
-
-    def __init__(self, rows: Stream, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-        self._rows, self._change = rows, change
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._change, self._rows)
-
-
 def _functions(given: RewardFunction | Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
     """All reward functions.
 
@@ -276,21 +263,9 @@ def _functions(given: RewardFunction | Sequence[RewardFunction]) -> tuple[Reward
     return functions
 
 
-@overload
-def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows: ...
-@overload
-def formatted(
-    rows: Rows | Stream, formatting_func: Callable[[Mapping[str, Any]], Any], field: str
-) -> Rows | Stream: ...
-def formatted(rows: Rows | Stream, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows | Stream:
+def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows:
     """The rows, with what the function makes of each under ``field``."""
-
-    def change(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {**row, field: formatting_func(row)}
-
-    if isinstance(rows, Iterator):
-        return map(change, rows)
-    return Formatted(rows, change) if is_unsized(rows) else [change(row) for row in rows]
+    return [{**row, field: formatting_func(row)} for row in rows]
 
 
 def train(run: Run) -> OnlineTrainerState:
@@ -343,7 +318,7 @@ def train(run: Run) -> OnlineTrainerState:
 def _arrived(run: Run, index: int, first: int, groups: Sequence[Group]) -> None:
     """Let what needs no weights of the policy begin with prompts that have been sampled."""
     held_out = run.eval_prompts.stream if run.eval_prompts is not None and index < 0 else None
-    run.scorer.begin(index, first, groups, None if held_out is None else held_out.epoch_size)
+    run.scorer.begin(index, first, groups, None if held_out is None else len(held_out))
     run.learner.begin(index, first, groups)
 
 

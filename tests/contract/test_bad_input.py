@@ -503,6 +503,16 @@ def test_rows_that_are_no_text_are_named(make_policy, tokenizer, prompts, make_a
         OnlineDPOTrainer(make_policy(), make_args(), {"train": prompts}, **options)
 
 
+@pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("kind", ["generator", "IterableDataset"])
+def test_rows_without_a_length_are_refused_before_any_model_is_loaded(prompts, make_args, kind, key):
+    rows = (row for row in prompts) if kind == "generator" else Dataset.from_list(prompts).to_iterable_dataset()
+    given = {"train_dataset": prompts, key: rows, "reward_funcs": count_letters}
+    right = r"must be a list of rows, or .* without streaming; datasets.Dataset.from_generator\(\.\.\.\) makes one"
+    with pytest.raises(ConfigError, match=f"^{key}: got a {kind}, which has no length; {right}"):
+        OnlineDPOTrainer("no-such-model", make_args(), **given)
+
+
 def test_a_trainer_trains_once(make_policy, tokenizer, prompts, make_args):
     trainer = OnlineDPOTrainer(
         make_policy(), make_args(), prompts, reward_funcs=count_letters, processing_class=tokenizer

@@ -88,9 +88,10 @@ def test_other_trainers_names_and_typing_errors_get_ours(word, meant, capsys):
 
 
 def test_a_key_that_was_dropped_says_what_to_do_instead(capsys):
-    for word in ("curriculum=0.5", "feedback.ask=rate", "reward_model_bits=8"):
-        name = word.partition("=")[0].partition(".")[0]
-        code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", f"--train.{word}")
+    words = {"train.curriculum=0.5": "curriculum", "train.feedback.ask=rate": "feedback"}
+    words |= {"train.reward_model_bits=8": "reward_model_bits", "data.streaming=true": "data.streaming"}
+    for word, name in words.items():
+        code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", f"--{word}")
         assert code == 2
         assert said.strip().endswith("it was dropped in 0.1.0: " + DROPPED[name])
 
@@ -112,8 +113,11 @@ def test_the_file_of_an_earlier_run_is_read_unless_it_used_what_was_dropped(ask,
 
 
 def test_a_dropped_key_that_a_run_did_not_use_is_passed_over_in_its_file(capsys):
-    for line, told in (("curriculum: 0.0", False), ("reward_model_bits: null", False), ("curriculum: 0.5", True)):
-        Path("recipe.yml").write_text(RECIPE.replace("seed: 1", line))
+    lines = [("curriculum: 0.0", False), ("reward_model_bits: null", False), ("curriculum: 0.5", True)]
+    recipes = [(RECIPE.replace("seed: 1", line), told) for line, told in lines]
+    recipes += [(RECIPE.replace("jsonl}", f"jsonl, streaming: {each}}}"), each == "true") for each in ("false", "true")]
+    for recipe, told in recipes:
+        Path("recipe.yml").write_text(recipe)
         assert ("it was dropped" in ends(capsys, "train", "--config", "recipe.yml", "--dry-run")[1]) == told
 
 

@@ -7,13 +7,12 @@ import random
 import re
 import shutil
 from contextlib import nullcontext
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file
 from tiny import StopAfter, count_letters, json_rows, rare_unless
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -142,63 +141,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(make_policy, tokenizer, prompts,
     if staleness:
         held = (Path(resumed.output_dir) / "checkpoint-3" / "resume" / "rollouts.jsonl").read_text().splitlines()
         assert [json.loads(line)["index"] for line in held] == list(range(4, 4 + staleness))
-
-
-class Endless:
-    """Rows without a length; every third has a prompt that is too long."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-
-    def __iter__(self):
-        self.begun += 1
-        for n in count():
-            yield {"query": f"def g{n}(x{'y' * (60 if n % 3 == 1 else n % 5)}):", "name": f"g{n}"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "staleness"),
-    rare_unless(lambda i: i % 2 == i // 2 % 2, product(["endless", "finite", "generator", "datasets"], [2, 0])),
-)
-def test_a_run_on_rows_without_a_length_resumes_bit_for_bit(
-    make_policy, tokenizer, prompts, make_args, kind, staleness
-):
-    """The rows are read again from the start, up to the prompt that was next."""
-    if kind == "generator" and staleness == 0:
-        pytest.skip("one is enough")
-    data = Dataset.from_list(prompts[:7])
-    rows = {
-        "endless": Endless,
-        "finite": lambda: iterated(prompts[:7]),
-        "generator": lambda: iter(Endless()),
-        "datasets": lambda: data.to_iterable_dataset(num_shards=2),
-    }[kind]
-    options = {"staleness": staleness, "num_samples_logged": 100, "max_prompt_length": 40}
-    whole = run(make_policy, tokenizer, rows(), make_args("whole", **options))
-    run(make_policy, tokenizer, rows(), make_args("stopped", **options), callbacks=[StopAfter(3)])
-    again = run(make_policy, tokenizer, rows(), make_args("stopped", resume=True, **options))
-    assert_same(again, whole)
-    if kind in ("endless", "generator"):
-        fitting = [n for n in range(100) if n % 3 != 1]
-        asked = [json.loads(line)["prompt"].split("(")[0] for line in again[2]]
-        assert asked == [f"def g{n}" for n in fitting[:48] for _ in range(2)]
-
-
-def iterated(rows):
-    """The rows, as something that can only be iterated over."""
-
-    class Iterated:
-        def __iter__(self):
-            return iter(rows)
-
-    return Iterated()
-
-
-def test_other_rows_without_a_length_are_not_resumed_with(make_policy, tokenizer, prompts, make_args):
-    args = make_args("stopped")
-    run(make_policy, tokenizer, iterated(prompts), args, callbacks=[StopAfter(3)])
-    with pytest.raises(ConfigError, match=r"resume: the checkpoint is of another run.*\n  train_dataset: was"):
-        run(make_policy, tokenizer, iterated(prompts[1:]), make_args("stopped", resume=True))
 
 
 def test_a_checkpoint_is_a_model_that_stops(make_policy, tokenizer, prompts, make_args):

@@ -23,7 +23,6 @@ from async_rlhf.data.formats import MESSAGES, RowReader, identity, prompt_identi
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import encode_prompts, encode_responses
-from async_rlhf.data.unsized import UnsizedPrompts
 from async_rlhf.models.chats import ChatTemplate, Setting, as_messages
 
 ASKED = {"role": "user", "content": "17+4?"}
@@ -246,17 +245,15 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
     assert tokenizer("ab")["input_ids"][0] == bos
     rows = [{"query": "ab"}, {"query": "<bos>ab"}, {"query": [ASKED]}]
-    for stream in (PromptStream(rows, tokenizer, shuffle=False), UnsizedPrompts(list(rows), tokenizer, window=3)):
-        one, spelt, chat = stream.batch(1, 3)
-        assert one.tokens == spelt.tokens == (bos, *tokenizer.encode("ab", add_special_tokens=False))
-        assert one.columns["query"] == "ab"
-        assert chat.tokens.count(bos) == 1
+    one, spelt, chat = PromptStream(rows, tokenizer, shuffle=False).batch(1, 3)
+    assert one.tokens == spelt.tokens == (bos, *tokenizer.encode("ab", add_special_tokens=False))
+    assert one.columns["query"] == "ab"
+    assert chat.tokens.count(bos) == 1
     tokenizer.chat_template = TEMPLATES["hermes"]  # which writes none
     (chat,) = PromptStream([{"query": [ASKED]}], tokenizer).batch(1, 1)
     written = [{"prompt": str(chat.columns["query"]), MESSAGES: [ASKED]}]  # as `pairs` writes it
-    for again in (PromptStream(written, tokenizer), UnsizedPrompts(written, tokenizer, window=1)):
-        (prompt,) = again.batch(1, 1)
-        assert (prompt.tokens, prompt.messages) == (chat.tokens, chat.messages)
+    (prompt,) = PromptStream(written, tokenizer).batch(1, 1)
+    assert (prompt.tokens, prompt.messages) == (chat.tokens, chat.messages)
     assert list(encode_prompts(byte_tokenizer(), ["ab"])) == [tuple(byte_tokenizer().encode("ab"))]
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data import cache
-from async_rlhf.data.loading import load_rows, stream_rows
+from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 
 ROWS = [{"query": f"def f{i}():", "label": i} for i in range(7)]
@@ -64,16 +64,13 @@ def without_null(value):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("rows", [TEXTS, TYPED, ROWS])
-def test_values_and_their_types_depend_neither_on_the_kind_of_file_nor_on_streaming(
-    tmp_path, rows, on_disk, monkeypatch
-):
+def test_values_and_their_types_do_not_depend_on_the_kind_of_file(tmp_path, rows, on_disk, monkeypatch):
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "CACHED_FROM", 1 if on_disk else 10**9)
     (tmp_path / "data").mkdir()
     for name in write_all(tmp_path / "data", rows):
-        source = str(tmp_path / "data" / name)
-        loaded, streamed = load_rows(source), stream_rows(source)
-        for found in (loaded, [loaded[n - len(rows)] for n in range(len(rows))], streamed, streamed):
+        loaded = load_rows(str(tmp_path / "data" / name))
+        for found in (loaded, [loaded[n - len(rows)] for n in range(len(rows))]):
             assert repr([without_null(dict(row)) for row in found]) == repr([without_null(row) for row in rows]), name
 
 
