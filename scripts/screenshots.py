@@ -23,10 +23,11 @@ def main(page: Path, folder: Path) -> None:
     """Take them."""
     with browser() as shown:
         shown.open(page, 1200, 1250)
-        shown.go_to("warnings")
+        shown.go_to("staleness")
         shown.screenshot(folder / "report_light.png")
         shown.open(page, 390, 1250, dark=True)
-        shown.go_to("curves")
+        shown.run("document.querySelector('nav a[href=\"#score-against-kl\"]').click()")  # which unfolds it, too
+        shown.go_to("score-against-kl")
         shown.screenshot(folder / "report_dark_phone.png")
 
 

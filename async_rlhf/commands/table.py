@@ -43,7 +43,7 @@ COMMANDS = {
     "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
     "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
     "report": Command(
-        "make one HTML page of runs: curves, timeline, warnings, samples", "studies.report.config:ReportConfig"
+        "make one HTML page of runs: warnings, staleness, timeline, samples", "studies.report.config:ReportConfig"
     ),
     "recipes": Command("list the recipes, or copy one to here", "commands.recipes:RecipesConfig"),
     "config": Command(

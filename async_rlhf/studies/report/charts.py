@@ -262,14 +262,6 @@ def with_threshold(spec: Spec, value: float) -> Spec:
     return {**spec, "layer": [*spec["layer"], {"data": {"values": [{"value": value}]}, **line}]}
 
 
-def with_zoom(spec: Spec) -> Spec:
-    """The chart, to be moved by dragging, zoomed by the wheel with Ctrl, and put back by a double click."""
-    # With Shift, browsers turn the wheel sideways; without a key it scrolls the page.
-    zoom = {"type": "interval", "zoom": "wheel![event.ctrlKey || event.metaKey]"}
-    first, *others = spec["layer"]
-    return {**spec, "layer": [{**first, "params": [{"name": "zoom", "select": zoom, "bind": "scales"}]}, *others]}
-
-
 def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float, title: str = "") -> Spec:
     """Bars of work, a line of bars for each track.
 

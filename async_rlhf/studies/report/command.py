@@ -52,13 +52,13 @@ def report_of_run(folder: Path) -> str:
     """
     command = f"async-rlhf report {folder}"
     if not can_draw():
-        return f"curves, timeline and samples: {command} (after {INSTALL})"
+        return f"warnings, timeline and samples: {command} (after {INSTALL})"
     try:
         _write({folder: folder.name}, [], folder / REPORT, ended=True)
     except Exception as error:
         logger.warning("WARNING: no page was made of the run: %s: %s; try: %s", type(error).__name__, error, command)
-        return f"curves, timeline and samples: {command}"
-    return f"curves, timeline and samples: {folder / REPORT}"
+        return f"warnings, timeline and samples: {command}"
+    return f"warnings, timeline and samples: {folder / REPORT}"
 
 
 def _write(

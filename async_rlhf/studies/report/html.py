@@ -59,9 +59,8 @@ def page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = (), refres
 def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: float | None, share: float) -> str:
     key, names = Key(run.series for run in runs), [run.name for run in runs]
     points = max(20, int(share * _POINTS / len(runs)))
-    curves = [*panels.over_training(panels.CURVES, runs, key, points), *panels.rewards(runs, key, points)]
     path = list(panels.score_against_kl(runs, key))
-    stale = list(panels.over_training(panels.STALENESS, runs, key, points))
+    stale = list(panels.staleness(runs, key, points))
     work = [
         panel
         for number, run in enumerate(runs)
@@ -79,19 +78,16 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
         ("verdict", "In short", parts.verdict(verdict(runs, evaluations))),
         ("runs", "Runs", parts.table(*tables.overview(runs))),
         ("warnings", "What to look at", parts.warnings(warnings(runs, evaluations))),
-        ("curves", "Curves", parts.controls(panels.x_axis(runs).title) + parts.curves(key, curves)),
-        ("score-against-kl", "Score against KL", parts.curves(key, path)),
+        ("score-against-kl", "Score against KL", parts.curves(key, path) if path else ""),
         ("evaluation", "Evaluation", Markup("\n").join(judged)),
-        ("staleness", "Staleness", parts.curves(key, stale)),
+        ("staleness", "Staleness", parts.curves(key, stale) if stale else ""),
         ("work", "Who worked when", parts.work(work, tables.faults(runs))),
         ("samples", "Samples", parts.samples(notes) if groups else ""),
         ("environment", "Environment and configuration", about),
     ]
-    shown = [*curves, *path, *(panel for _, of_one in gold for panel in of_one), *stale, *work]
+    shown = [*path, *(panel for _, of_one in gold for panel in of_one), *stale, *work]
     data = {
         "specs": {panel.name: panel.spec for panel in shown},
-        "curves": {"x": panels.x_axis(runs).field, "names": [panel.name for panel in (*curves, *stale)]},
-        "progress": panels.progress(runs),
         "samples": groups,
         "light": theme(False),
         "dark": theme(True),

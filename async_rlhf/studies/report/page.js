@@ -38,26 +38,10 @@
   for (const link of document.querySelectorAll("nav a"))
     link.addEventListener("click", () => fold(document.querySelector(link.hash), false));
 
-  // What the reader has chosen: runs that are hidden, the horizontal axis of curves, how much they are smoothed.
+  // Runs that the reader has hidden.
   const hidden = new Set(data.refresh && before?.hidden || []);
-  const axis = document.getElementById("axis"), smooth = document.getElementById("smooth");
-  // Tokens (1) or seconds (2) of a run until a place on the axis: as of the newest batch that was logged by then.
-  function until(run, place, what) { return data.progress[run].findLast(([x]) => x <= place)?.[what] ?? 0; }
-  function chosen(name, spec) {
-    if (!spec.data.values[0]?.series) return spec;
-    let values = spec.data.values.filter((row) => !hidden.has(row.series));
-    if (!data.curves.names.includes(name)) return { ...spec, data: { values } };
-    const x = data.curves.x, means = {}, weight = Number(smooth.value);
-    values = values.map((row) => {
-      const [sum, mass] = means[row.series] || [0, 0];
-      const [mean, all] = means[row.series] = [weight * sum + (1 - weight) * row.value, weight * mass + 1 - weight];
-      const place = axis.value ? until(row.series, row[x], axis.value) : row[x];
-      return { ...row, [x]: place, value: mean / all };
-    });
-    const made = structuredClone({ ...spec, data: { values } });
-    for (const { encoding } of axis.value ? made.layer : [])
-      if (encoding.x) encoding.x.title = axis.selectedOptions[0].text;
-    return made;
+  function chosen(spec) {
+    return { ...spec, data: { values: spec.data.values.filter((row) => !hidden.has(row.series)) } };
   }
   function press() {
     for (const one of document.querySelectorAll("[data-series]"))
@@ -69,11 +53,6 @@
       press();
       draw();
     });
-  if (axis) {
-    axis.form.addEventListener("submit", (event) => event.preventDefault());
-    for (const input of [axis, smooth]) input.addEventListener("change", () => draw());
-    if (before && data.refresh) { axis.value = before.axis; smooth.value = before.smooth; }
-  }
   press();
 
   // Charts, one after another. ast: expressions are interpreted, so that the page needs no eval.
@@ -87,7 +66,7 @@
         actions: { export: true, source: false, compiled: false, editor: false }, downloadFileName: name };
       const element = document.getElementById(name);
       try {
-        const { view } = await vegaEmbed(element, { ...chosen(name, spec), width: "container" }, options);
+        const { view } = await vegaEmbed(element, { ...chosen(spec), width: "container" }, options);
         if (mine !== round) { view.finalize(); return; }
         if (views[name]) views[name].finalize();
         views[name] = view;
@@ -184,7 +163,7 @@
     const heights = Object.fromEntries(Object.keys(data.specs).map((name) => [name, document.getElementById(name).offsetHeight]));
     const open = [...document.querySelectorAll("details[id][open]")].map((one) => one.id);
     keep(sessionStorage, place, JSON.stringify({ y: scrollY, open, from, heights, shown,
-      folded: [...document.querySelectorAll("section.folded")].map((one) => one.id), hidden: [...hidden], axis: axis?.value, smooth: smooth?.value, order: order?.value,
+      folded: [...document.querySelectorAll("section.folded")].map((one) => one.id), hidden: [...hidden], order: order?.value,
       search: search?.value, kind: kind?.value, run: run?.value, focus: document.activeElement?.id }));
   }
   if (before && data.refresh) {

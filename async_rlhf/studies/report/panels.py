@@ -1,11 +1,11 @@
-"""The charts of the page: which numbers, in which section, and what each says in words."""
+"""The charts of the page: which numbers, in which section, and what each says in words. Trackers draw the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline, with_threshold, with_zoom
+from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline, with_threshold
 from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.plots import CHECKPOINTS, against_kl, evaluated, over_checkpoints
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
@@ -20,7 +20,6 @@ MAX_SPANS = 4000
 LIVES = 12
 """Batches whose way from sampling to training is shown."""
 _LIFE = ("generate", "rewards", "score", "reference", "annotate", "train")
-_SHARE = "Share of tokens or completions."
 _SPANS = {
     "sampling": ("generate", "load", "mismatch"),
     "evaluation": ("evaluate",),
@@ -52,7 +51,7 @@ class Panel(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A metric over training.
+    """A measure of staleness over training.
 
     Args:
         field: its name in metrics.jsonl.
@@ -61,7 +60,6 @@ class Curve(NamedTuple):
         zero: whether 0 is on its axis.
         format: of its axis.
         band: the metrics that bound a band around it.
-        at_start: its value before the first batch of a run that begins as its own reference; None if that is not known.
         warns: where a warning begins.
     """
 
@@ -71,34 +69,9 @@ class Curve(NamedTuple):
     zero: bool = False
     format: str | None = None
     band: tuple[str, str] | None = None
-    at_start: float | None = None
     warns: float | None = None
 
 
-CURVES = [
-    Curve("objective/scores", "Score", "Mean reward of a batch's completions, penalties included."),
-    Curve("eval_objective/scores", "Score on held-out prompts", "The same on prompts that are not trained on."),
-    Curve(
-        "objective/kl",
-        "KL to the reference",
-        "Nats per completion: how far the policy that sampled has moved.",
-        zero=True,
-        at_start=0.0,
-    ),
-    Curve("policy/entropy_avg", "Entropy", "Nats per token: how open the policy still is. Near 0 it has one answer."),
-    Curve("val/response_length", "Length", "Mean tokens of a completion.", zero=True),
-    Curve(
-        "val/ended_share",
-        "Ended by themselves",
-        "The other completions were cut off.",
-        format="%",
-        warns=1 - THRESHOLDS.cut_off,
-    ),
-    Curve("loss/policy_avg", "Loss", "Mean over the batch's optimiser steps. Losses of two algorithms do not compare."),
-    Curve("loss/value_avg", "Value loss", "Of the value model."),
-    Curve("grad_norm", "Gradient norm", "Mean of the batch's steps, before clipping.", zero=True),
-    Curve("lr", "Learning rate", "Of the next step.", zero=True),
-]
 STALENESS = [
     Curve("schedule/lag_mean", "Lag", "Batches between the weights that sampled a token and the newest.", zero=True),
     Curve(
@@ -121,22 +94,6 @@ STALENESS = [
         "Over tokens: the median, and a band from the 1st to the 99th percentile.",
         band=("val/ratio_p01", "val/ratio_p99"),
     ),
-    Curve(
-        "policy/importance_capped",
-        "Importance weights at the cap",
-        _SHARE,
-        zero=True,
-        format="%",
-        warns=THRESHOLDS.capped,
-    ),
-    Curve("policy/clipfrac_avg", "Clipped ratios", _SHARE, zero=True, format="%", warns=THRESHOLDS.clipped),
-    Curve("policy/behaviour_kl_k3", "KL from sampling to trained policy", "Nats per token.", zero=True),
-    Curve(
-        "engine/logprob_difference",
-        "Engine against learner",
-        "Mean absolute difference of log-probabilities with the same weights, nats per token.",
-        zero=True,
-    ),
 ]
 
 
@@ -149,16 +106,16 @@ def x_axis(runs: Sequence[ReadRun]) -> Axis:
     return Axis("batch", "batches", zero=True)
 
 
-def over_training(wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
-    """The curves that any run has, each with at most ``points`` points a run."""
+def staleness(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
+    """The curves of staleness that any run has, each with at most ``points`` points a run."""
     x = x_axis(runs)
-    for curve in wanted:
+    for curve in STALENESS:
         found = {run.name: rows for run in runs if (rows := _points(curve, run, x, points))}
         if found:
             name = "".join(letter if letter.isalnum() else "-" for letter in curve.field)
             whole = (0.0, 1.0) if curve.format == "%" and not curve.zero else None
             y = Axis("value", "", zero=curve.zero, format=curve.format, domain=whole)
-            spec = with_zoom(curves([row for rows in found.values() for row in rows], key, x, y))
+            spec = curves([row for rows in found.values() for row in rows], key, x, y)
             spec = spec if curve.warns is None else with_threshold(spec, curve.warns)
             form = ".1%" if curve.format == "%" else ".4g"
             ends = ", ".join(f"{run} {rows[-1]['value']:{form}}" for run, rows in found.items())
@@ -169,46 +126,12 @@ def over_training(wanted: Sequence[Curve], runs: Sequence[ReadRun], key: Key, po
 
 def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for row in run.evals if curve.field.startswith("eval_") else run.rows:
+    for row in run.rows:
         if isinstance(row.get(curve.field), (int, float)) and x.field in row:
             rows.append({"series": run.name, x.field: row[x.field], "value": row[curve.field]})
             if curve.band is not None and {*curve.band} <= row.keys():
                 rows[-1] |= {"low": row[curve.band[0]], "high": row[curve.band[1]]}
-    shown = [_short(row) for row in thinned(rows, points, ("value",))]
-    if curve.at_start is not None and run.starts_at_reference and rows and rows[0][x.field] > 0:
-        return [{"series": run.name, x.field: 0, "value": curve.at_start}, *shown]
-    return shown
-
-
-def progress(runs: Sequence[ReadRun]) -> dict[str, list[tuple[float, float, float]]]:
-    """Of each run, for each logged batch: its place on the axis, tokens sampled and seconds trained until then."""
-    x, found = x_axis(runs).field, {}
-    for run in runs:
-        places: list[tuple[float, float, float]] = []
-        tokens, seconds, last = 0.0, 0.0, dict.fromkeys(("completions", "batch"), 0.0)
-        for row in run.rows:
-            if {x, "completions", "batch"} <= row.keys():
-                tokens += (row["completions"] - last["completions"]) * row.get("val/response_length", 0.0)
-                seconds += (row["batch"] - last["batch"]) * row.get("time/batch", 0.0)
-                places.append((row[x], round(tokens), round(seconds, 2)))
-                last = dict(row)
-        found[run.name] = places
-    return found
-
-
-def rewards(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
-    """Each part of the reward, where there are several; what episodes were like."""
-    found = sorted({name for run in runs for row in run.rows[-1:] for name in row} - {"reward/skipped"})
-    parts = [Curve(name, f"Reward: {name[7:]}", "Mean, before its weight.") for name in found if name[:7] == "reward/"]
-    says = {"episode/failed": "How many of the batch's."}
-    more = [
-        Curve(
-            name, f"Episodes: {name[8:].replace('_', ' ')}", says.get(name, "Mean over those that have it."), zero=True
-        )
-        for name in found
-        if name.startswith("episode/")
-    ]
-    yield from over_training([*(parts if len(parts) > 1 else ()), *more], runs, key, points)
+    return [_short(row) for row in thinned(rows, points, ("value",))]
 
 
 def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Iterator[Panel]:

@@ -1,4 +1,4 @@
-"""Pictures of runs and evaluations, as PNGs, of the charts that the page has too."""
+"""Pictures of runs and evaluations, as PNGs."""
 
 from __future__ import annotations
 

@@ -140,12 +140,6 @@ class ReadRun:
         """Batches trained on, and planned if that is known, in words."""
         return f"{self.batches} of {self.planned}" if self.planned else str(self.batches)
 
-    @property
-    def starts_at_reference(self) -> bool:
-        """Whether the KL before the first batch is known to be 0: the reference is the model that training began at."""
-        started_elsewhere = self.config.get("ref_model") is not None or self.config.get("resume_from") is not None
-        return bool(self.config) and not started_elsewhere
-
 
 def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     """Read the folder of a run.

@@ -166,7 +166,7 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
     made = {
         "summary": out / "summary.json",
         "picture": picture,
-        "curves, timeline and samples of both runs": page,
+        "warnings, timeline and samples of both runs": page,
         "samples": out / "evaluation" / "samples.jsonl",
         "traces for ui.perfetto.dev": out / "*" / "trace.json",
         "models": out / "{sft,reward,synchronous/final,asynchronous/final}",
