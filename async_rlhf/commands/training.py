@@ -45,6 +45,7 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.strategies.choice import make_parallel, reads_shares
+from async_rlhf.models.budget import with_recorded, with_sizes
 from async_rlhf.models.gpu_defaults import with_gpu_defaults
 from async_rlhf.models.loading import placed, require_alike
 from async_rlhf.models.saving import write_model
@@ -251,7 +252,9 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -
     config, folder, anyway = stage.config, _unfinished(stage), stage.config.resume_anyway
     checkpoint = ranks.broadcast("checkpoint", lambda: _to_resume(stage, folder))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
-    compared = ranks.broadcast("what is compared", lambda: _compared(stage))
+    if resumed is not None:
+        config = with_recorded(config, resumed.config)
+    compared = ranks.broadcast("what is compared", lambda: _compared(replace(stage, config=config)))
     if resumed is not None:
         require_same(resumed.config, compared, anyway)
     before = None if resumed is None else resumed.values["seen"].get("started")
@@ -261,6 +264,7 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -
     run = _prepared(config, task, ranks, folder, checkpoint, resumed)
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
     seen = {**seen, "started": now.isoformat()}
+    compared["max_tokens_per_pass"] = run.config.max_tokens_per_pass
     with ExitStack() as stack:
         logs = {}
         if ranks.is_main:
@@ -288,6 +292,7 @@ def _prepared(
     # A sharded model reaches the device piece by piece.
     placed(task.model, torch.device("cpu") if parallel.is_sharded else device).eval()
     require_alike(ranks, model=task.model)
+    own = with_sizes(own, [task.model], [], parallel, device, task.algorithm.rows_per_unit)
     load = None
     if checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)

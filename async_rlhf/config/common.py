@@ -22,7 +22,6 @@ MAX_COEFFICIENT = 1e15
 STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
 _WORDS = ("auto", "on_gpu")
 TOKENS = Rule(lambda tokens: tokens in _WORDS or tokens >= 1, 'must be "auto", "on_gpu", or at least 1')
-TokensPerPass = int | Literal["auto"] | None
 TokensOnGPU = int | Literal["auto", "on_gpu"] | None
 _BEYOND = "must be 0.001 to 1000: beyond, logits / temperature are no use to float32"
 TEMPERATURE = (Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND),)
@@ -120,9 +119,9 @@ class TrainingConfig(ChattingConfig):
     """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. A
     batch keeps its size, and is cut into passes that cost about the same, for all ranks. A row, or pair, with more
     tokens gets a pass of its own. null for no limit but per_device_train_batch_size; "auto" for as many as fit into the
-    GPU's memory (the log says how many), on a CPU for as many as are of use. With "auto", what is resumed may round
-    differently. "on_gpu" is, on a GPU that packs rows in 16 bits, the tokens of per_device_train_batch_size rows that
-    are as long as they can be, which shorter ones fill better; elsewhere, and with deterministic, null."""
+    GPU's memory (the log says how many), on a CPU for as many as are of use. A run that is resumed goes on with that
+    number. "on_gpu" is, on a GPU that packs rows in 16 bits, the tokens of per_device_train_batch_size rows that are as
+    long as they can be, which shorter ones fill better; elsewhere, and with deterministic, null."""
     bf16: Literal["auto", True, False] = key("auto", without_gpu=False)
     """Forward and backward under bfloat16 autocast; the weights stay float32. "auto" is true on a GPU that has
     bfloat16, and the log says so; elsewhere, and with fp16, false."""

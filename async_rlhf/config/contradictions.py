@@ -161,7 +161,7 @@ def _check_deterministic(config: OnlineConfig) -> None:
     """Refuse what cannot be repeated, or cannot be told to be."""
     if not config.deterministic:
         return
-    right = "must be a number or null with deterministic: on resuming, other memory may be left"
+    right = "must be a number or null with deterministic: another time, other memory may be left"
     for name in ("max_tokens_per_pass", "annotate_max_tokens"):
         config.require(getattr(config, name) != "auto", name, right)
     right = "must be false with generation.in_flight: which weights draw a token depends on timing"

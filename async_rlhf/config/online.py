@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_rlhf.config.base import APART, FOLDER, SUMS, Checked, Rule, above, at_least, at_most, inside, key, require
-from async_rlhf.config.common import (
-    MAX_COEFFICIENT,
-    SEED,
-    STAYS,
-    TEMPERATURE,
-    TOKENS,
-    TokensOnGPU,
-    TokensPerPass,
-    TrainingConfig,
-)
+from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensOnGPU, TrainingConfig
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.ray import RayConfig
@@ -335,11 +326,11 @@ class OnlineConfig(TrainingConfig):
         """The same of a pass without gradient."""
         return self._rows(self.most_annotated, self.tokens_annotated, 1)
 
-    def _rows(self, units: int | None, tokens: TokensPerPass, rows_per_unit: int) -> int:
-        """Of as many units as there may be, or as its tokens allow; "auto" takes what fits, so one unit must."""
+    def _rows(self, units: int | None, tokens: int | None, rows_per_unit: int) -> int:
+        """Of as many units as there may be, or as its tokens allow."""
         found = [] if units is None else [units * rows_per_unit]
         if tokens is not None:
-            found.append(max(rows_per_unit, tokens // self.max_length if isinstance(tokens, int) else 0))
+            found.append(max(rows_per_unit, tokens // self.max_length))
         return min(found)
 
     @property
@@ -348,14 +339,14 @@ class OnlineConfig(TrainingConfig):
         return self.tokens_of_pass is not None or self.tokens_annotated is not None
 
     @property
-    def tokens_of_pass(self) -> TokensPerPass:
-        """``max_tokens_per_pass``; None while it is "on_gpu", which a run decides when it begins."""
-        return None if self.max_tokens_per_pass == "on_gpu" else self.max_tokens_per_pass
+    def tokens_of_pass(self) -> int | None:
+        """``max_tokens_per_pass``; None while a word stands for it, in whose place a run puts a number."""
+        return self.max_tokens_per_pass if isinstance(self.max_tokens_per_pass, int) else None
 
     @property
-    def tokens_annotated(self) -> TokensPerPass:
+    def tokens_annotated(self) -> int | None:
         """The same of ``annotate_max_tokens``."""
-        return None if self.annotate_max_tokens == "on_gpu" else self.annotate_max_tokens
+        return self.annotate_max_tokens if isinstance(self.annotate_max_tokens, int) else None
 
     @property
     def prompts_by_passes(self) -> int:

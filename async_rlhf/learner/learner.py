@@ -22,7 +22,6 @@ from async_rlhf.algorithms.preference import differ
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.config.common import TokensPerPass
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.context import WHOLE
 from async_rlhf.distributed.loss_scale import LossScale
@@ -30,7 +29,7 @@ from async_rlhf.distributed.parallel import ALONE, Parallel, decayed_groups, tra
 from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.models.adapters import adapters_off, has_adapters
-from async_rlhf.models.budget import PassMemory, bytes_to_come, fitting_tokens, passes_alone
+from async_rlhf.models.budget import passes_through
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     RewardWrapper,
@@ -45,7 +44,7 @@ from async_rlhf.models.forward import (
 from async_rlhf.models.frozen_models import frozen, on_device
 from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
-from async_rlhf.models.packing import choose, is_packed, require_shared, shares, texts_of_rows
+from async_rlhf.models.packing import choose, require_shared, texts_of_rows
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.routing import replay_routes
 from async_rlhf.models.rows import sampled_rows
@@ -201,16 +200,16 @@ class Learner:
             without rows.
         """
         groups, scores_B, signal = _chosen(scored, self.config.trained_prompts)
-        experience, parts, deal = _rows(groups, scores_B), list[Tensor](), None
+        experience = _rows(groups, scores_B)
         if self._early is not None:
             found = self._early.of(replace(scored.batch, groups=groups))
             experience = replace(experience, reference_logprobs_BT=found)
-        for model_at_hand, compute in self._annotations():
-            with model_at_hand:
-                if deal is None:  # only now: "auto" counts the memory that is left beside the model
-                    parts = _split(self._annotating, experience, ranks=self.parallel.groups)
-                    deal = self._deal("annotating", experience, parts, _SEEN)
-                experience = self._add(experience, parts, deal, compute)
+        if annotations := self._annotations():
+            parts = _split(self._annotating, experience, ranks=self.parallel.groups)
+            deal = self._deal("annotating", experience, parts, _SEEN)
+            for model_at_hand, compute in annotations:
+                with model_at_hand:
+                    experience = self._add(experience, parts, deal, compute)
         credited, metrics = self._credited(experience) if len(experience) else (experience, {})
         return credited, metrics | signal
 
@@ -241,7 +240,8 @@ class Learner:
         assert self.reference is not None
         device = self.reference.device
         shared = self.ranks.count == 1 and device == self.policy.device
-        return self._annotating if shared else passes_alone("reference policy", self.reference, self.config), device
+        units, tokens = self.config.most_annotated, self.config.tokens_annotated
+        return self._annotating if shared else passes_through([self.reference], units, tokens), device
 
     def _annotations(self) -> list[tuple[AbstractContextManager[object], _Compute]]:
         """What the algorithm needs that passes without gradient give, each with what puts its model at hand."""
@@ -494,25 +494,17 @@ class Learner:
     @cached_property
     def _training(self) -> Passes:
         """The limits of a forward and backward pass."""
-        tokens, units = self.config.tokens_of_pass, self.config.most_units
-        return self._passes("max_tokens_per_pass", tokens, units, with_gradient=True)
+        return passes_through(self._models, self.config.most_units, self.config.tokens_of_pass)
 
     @cached_property
     def _annotating(self) -> Passes:
         """The limits of a pass without gradient."""
-        tokens, rows = self.config.tokens_annotated, self.config.most_annotated
-        return self._passes("annotate_max_tokens", tokens, rows, with_gradient=False)
+        return passes_through(self._models, self.config.most_annotated, self.config.tokens_annotated)
 
-    def _passes(self, key: str, tokens: TokensPerPass, units: int | None, with_gradient: bool) -> Passes:
-        """Every rank must call it: with "auto", what fits on each of them is asked."""
-        models = [model for model in (self.policy, self.value) if isinstance(model, PreTrainedModel)]
-        if tokens == "auto":
-            memory = PassMemory.of(models, self.config, self.parallel, with_gradient)
-            to_come = bytes_to_come(self.parallel.trained, bool(self.optimizer.state))
-            device = self.parallel.device_of(self.policy)
-            tokens = min(self.ranks.gather(key, fitting_tokens(key, memory, device, to_come)))
-        width = self.policy.config.get_text_config().hidden_size
-        return Passes(units, tokens, all(map(is_packed, models)), width, all(map(shares, models)))
+    @property
+    def _models(self) -> list[PreTrainedModel]:
+        """What a pass goes through."""
+        return [model for model in (self.policy, self.value) if isinstance(model, PreTrainedModel)]
 
     @property
     def batch_config(self) -> OnlineConfig:

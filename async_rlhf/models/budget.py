@@ -1,19 +1,23 @@
-"""How much memory a pass takes, by models/memory.py: how many tokens fit into one, and whether all that it computes can
-be kept for the backward pass.
+"""What "auto" stands for in the keys that memory decides, by models/memory.py: how many tokens fit into a pass, and
+whether all that it computes can be kept for the backward pass.
+
+A run asks once, when it is built, and its checkpoints hold the answer. Everything else reads numbers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.config.stages import StageConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.memory import LearnerMemory, Pass, Shape
@@ -28,6 +32,11 @@ _USED = 0.8
 """Of the memory that is left: the rest is for fragments, and for what is not counted."""
 _MOST = 1 << 24
 """Tokens of a pass: more are of no use."""
+_MANY = 1 << 22
+"""Tokens with which the head computes by chunks, for any vocabulary."""
+_AUTO = ("gradient_checkpointing", "max_tokens_per_pass", "annotate_max_tokens")
+_ON_CPU: dict[str, Any] = dict(zip(_AUTO, (False, CPU_TOKENS, CPU_TOKENS), strict=True))
+Config = TypeVar("Config", OnlineConfig, StageConfig)
 
 
 @dataclass(frozen=True)
@@ -52,31 +61,41 @@ class PassMemory:
 
     def bytes(self, tokens: int) -> float:
         """The most that a pass of so many tokens holds."""
-        one = Pass(tokens, tokens)
-        sized = [replace(memory, update=one, annotate=one) for memory in self.models]
-        return sum(max((m.updating() if self.with_gradient else m.annotating()).values()) for m in sized)
+        return max(self._moments(tokens))
 
     def of_whole_rows(self) -> PassMemory:
         """The same where ranks do not share rows."""
         return replace(self, models=tuple(replace(memory, context=1) for memory in self.models))
 
     def tokens(self, room: float) -> int:
-        """The most tokens whose pass holds no more bytes; at least 1."""
-        fits, exceeds = 1, _MOST
-        while exceeds - fits > 1:
-            middle = (fits + exceeds) // 2
-            fits, exceeds = (middle, exceeds) if self.bytes(middle) <= room else (fits, middle)
-        return fits
+        """The most tokens whose pass holds no more bytes; at least 1.
+
+        What a moment holds is a line over tokens until the head computes by chunks, and a flatter one from there on.
+        """
+
+        def end(step: int, here: float, there: float) -> float:
+            """Where a line leaves the room that is ``here`` at ``step`` tokens, and ``there`` at twice as many."""
+            slope = (there - here) / step
+            return step + (room - here) / slope if slope > 0 else math.copysign(_MOST, room - here)
+
+        steep, flat = (
+            [end(step, *ends) for ends in zip(self._moments(step), self._moments(2 * step), strict=True)]
+            for step in (1, _MANY)
+        )
+        return max(1, min(_MOST, math.floor(min(map(max, steep, flat)))))
+
+    def _moments(self, tokens: int) -> list[float]:
+        """Bytes at each moment that may be the peak of a pass of so many tokens, of all models together."""
+        one = Pass(tokens, tokens)
+        sized = [replace(memory, update=one, annotate=one) for memory in self.models]
+        each = [(m.updating() if self.with_gradient else m.annotating()).values() for m in sized]
+        return list(map(sum, product(*each)))
 
 
-def passes_alone(key: str, model: PreTrainedModel, config: OnlineConfig) -> Passes:
-    """The limits of a pass through a model that is not trained, and alone on its device; ``key`` as in the log."""
-    tokens = config.tokens_annotated
-    if tokens == "auto":
-        memory = PassMemory.of([model], config, ALONE, with_gradient=False)
-        tokens = fitting_tokens(f"annotate_max_tokens ({key})", memory, model.device, to_come=0.0)
-    width = model.config.get_text_config().hidden_size
-    return Passes(config.most_annotated, tokens, is_packed(model), width, shares(model))
+def passes_through(models: Sequence[PreTrainedModel], units: int | None, tokens: int | None) -> Passes:
+    """The limits of a pass through models, one after the other: at most so many units and tokens."""
+    width = models[0].config.get_text_config().hidden_size
+    return Passes(units, tokens, all(map(is_packed, models)), width, all(map(shares, models)))
 
 
 def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool | str) -> LearnerMemory:
@@ -117,33 +136,31 @@ def shape_of(model: PreTrainedModel, parallel: Parallel) -> Shape:
     )
 
 
-def fitting_tokens(key: str, passes: PassMemory, device: torch.device, to_come: float) -> int:
-    """The largest number of tokens that a pass can have on this device; it is told in the log.
+def with_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
+    """The configuration of a run that goes on: "auto" stands for what the checkpoint says that it stood for.
 
     Args:
-        key: in the configuration, for the log.
-        passes: what a pass takes.
-        device: where it is computed.
-        to_come: bytes that others will need there: gradients and the optimiser's state, if they are not there yet.
+        config: of a run or a stage.
+        recorded: the configuration in the checkpoint, with dotted keys.
     """
-    if device.type == "cpu":
-        logger.info("%s: %d tokens a pass, as many as are of use on a CPU", key, CPU_TOKENS)
-        return CPU_TOKENS
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + held - to_come
-    tokens = passes.tokens(_USED * free)
-    told = (key, tokens, passes.bytes(tokens) / 1e9, free / 1e9, device)
-    logger.info("%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s", *told)
-    return tokens
+    auto = [name for name in _AUTO if getattr(config, name, None) == "auto"]
+    known: dict[str, Any] = {name: recorded[name] for name in auto if isinstance(recorded.get(name), int)}
+    return replace(config, **known)
 
 
-def bytes_to_come(parameters: Iterable[Tensor], state: bool) -> float:
-    """Bytes of the gradients of this rank's parameters, and of AdamW's two moments unless they are there."""
-    local = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
-    return float(sum(part.numel() * (part.element_size() + (0 if state else 8)) for part in local))
+def with_least(config: OnlineConfig, rows_per_unit: int) -> OnlineConfig:
+    """With the fewest tokens that "auto" can stand for: those of one unit, or row, as long as it can be.
+
+    Args:
+        config: of a run, or of a recipe.
+        rows_per_unit: of the algorithm.
+    """
+    least = {"max_tokens_per_pass": rows_per_unit * config.max_length, "annotate_max_tokens": config.max_length}
+    auto: dict[str, Any] = {name: tokens for name, tokens in least.items() if getattr(config, name) == "auto"}
+    return replace(config, **auto)
 
 
-def with_checkpointing(
+def with_sizes(
     config: OnlineConfig,
     trained: Sequence[PreTrainedModel],
     frozen: Sequence[PreTrainedModel],
@@ -151,8 +168,11 @@ def with_checkpointing(
     device: torch.device,
     rows_per_unit: int,
     taken: float = 0.0,
+    judge: PreTrainedModel | None = None,
+    apart: Sequence[PreTrainedModel] = (),
 ) -> OnlineConfig:
-    """The configuration with ``gradient_checkpointing`` decided: what "auto" means here is told in the log.
+    """The configuration with no "auto" left that memory decides: what it means here is told in the log. Every rank must
+    call it, and all find the same.
 
     Args:
         config: sizes and precision.
@@ -162,19 +182,56 @@ def with_checkpointing(
         device: of this rank.
         rows_per_unit: of the algorithm.
         taken: the share of the device that others will take.
+        judge: the reward model, if it is one of the frozen ones. It is counted as if ranks did not share its rows.
+        apart: models that are alone on GPUs of their own.
     """
-    if config.gradient_checkpointing != "auto":
+    auto = [name for name in _AUTO if getattr(config, name) == "auto"]
+    if not auto:
         return config
     if device.type != "cuda":
-        return replace(config, gradient_checkpointing=False)
-    free, total = torch.cuda.mem_get_info(device)
-    room = _USED * min(free + torch.cuda.memory_reserved(device), (1 - taken) * total)
-    needed = bytes_without_checkpointing(config, trained, frozen, parallel, rows_per_unit)
-    needed = max(parallel.ranks.gather("gradient_checkpointing", needed))
-    told = "on" if needed > room else "off"
-    what = "gradient_checkpointing: %s, for without it the learner takes %.1f GB of the %.1f GB that can be used of %s"
-    logger.info(what, told, needed / 1e9, room / 1e9, device)
-    return replace(config, gradient_checkpointing=needed > room)
+        for name in auto:
+            if _ON_CPU[name]:
+                logger.info("%s: %d tokens a pass, as many as are of use on a CPU", name, CPU_TOKENS)
+        return replace(config, **{name: _ON_CPU[name] for name in auto})
+    unused, total = torch.cuda.mem_get_info(device)
+    room = _USED * min(unused + torch.cuda.memory_reserved(device), (1 - taken) * total)
+    for name in auto:  # in this order: whether activations are kept decides how many tokens fit
+        if name == "gradient_checkpointing":
+            needed = bytes_without_checkpointing(config, trained, frozen, parallel, rows_per_unit)
+            again = any(parallel.ranks.gather(name, needed > room))
+            what = "%s: %s, for without it the learner takes %.1f GB of the %.1f GB that can be used of %s"
+            logger.info(what, name, "on" if again else "off", needed / 1e9, room / 1e9, device)
+            config = replace(config, gradient_checkpointing=again)
+            continue
+        with_gradient, left = name == "max_tokens_per_pass", room - _held(trained, frozen, config, parallel)
+        passes = PassMemory.of(trained, config, parallel, with_gradient)
+        found = [passes.tokens(left)]
+        if not with_gradient:
+            found += [_judged(judge, config, parallel).tokens(left)] if judge is not None else []
+            free = ((model, torch.cuda.mem_get_info(model.device)[0]) for model in apart)
+            found += [_judged(model, config, ALONE).tokens(_USED * bytes_there) for model, bytes_there in free]
+        tokens: Any = min(parallel.ranks.gather(name, min(found)))
+        told = (name, tokens, passes.bytes(tokens) / 1e9, left / 1e9, device)
+        logger.info("%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s", *told)
+        config = replace(config, **{name: tokens})
+    return config
+
+
+def _judged(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> PassMemory:
+    return PassMemory.of([model], config, parallel, with_gradient=False).of_whole_rows()
+
+
+def _held(
+    trained: Sequence[PreTrainedModel], frozen: Sequence[PreTrainedModel], config: OnlineConfig, parallel: Parallel
+) -> float:
+    """Bytes that a rank of the learner holds between two passes: weights, gradients, AdamW's moments, DDP's buckets."""
+    shards = parallel.shards if parallel.is_sharded else 1
+    more = 8 if parallel.is_sharded or parallel.ranks.count == 1 else 12
+    total = sum((4.0 if autocast_dtype(config) is None else 2.0) * model.num_parameters() for model in frozen)
+    for model in trained:
+        total += 4.0 * shape_of(model, parallel).parameters
+        total += sum(part.numel() * (part.element_size() + more) for part in trainable(model))
+    return total / shards
 
 
 def bytes_without_checkpointing(
@@ -184,16 +241,13 @@ def bytes_without_checkpointing(
     parallel: Parallel,
     rows_per_unit: int,
 ) -> float:
-    """Bytes that a rank of the learner holds at the peak of an update whose passes are as large as they can be, with
-    AdamW; see :func:`with_checkpointing`.
+    """Bytes that a rank of the learner holds at the peak of an update whose passes are as large as they can be, or with
+    "auto" as they must be, with AdamW; see :func:`with_sizes`.
     """
-    rows = config.rows_of_pass(rows_per_unit)
+    rows = with_least(config, rows_per_unit).rows_of_pass(rows_per_unit)
     one = Pass(rows * config.max_length, rows * config.generation.longest_written)
-    shards = parallel.shards if parallel.is_sharded else 1
-    each = 4.0 if autocast_dtype(config) is None else 2.0
-    total = sum(each * model.num_parameters() for model in frozen) / shards
+    total = _held(trained, frozen, config, parallel)
     for model in trained:
         memory = replace(memory_of(model, config, parallel, recompute=False), update=one, annotate=one)
-        held = 4.0 * memory.shape.parameters / shards
-        total += held + bytes_to_come(trainable(model), state=False) / shards + max(memory.updating().values())
+        total += max(memory.updating().values())
     return total

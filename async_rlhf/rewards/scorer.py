@@ -21,11 +21,10 @@ from async_rlhf.data.rendering import Renderer, conversations
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.context import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.budget import PassMemory, fitting_tokens, passes_alone
+from async_rlhf.models.budget import passes_through
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
-from async_rlhf.models.packing import is_packed, shares
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.scatter import ScatteredBatches
 from async_rlhf.rewards.functions import (
@@ -282,22 +281,8 @@ class Scorer:
     @cached_property
     def _passes(self) -> Passes:
         """The limits of a pass through the reward model."""
-        model, tokens = self.reward_model, self.config.tokens_annotated
-        assert model is not None
-        if tokens == "auto":
-            tokens = self._fitting_tokens()
-        width = model.config.get_text_config().hidden_size
-        return Passes(self.config.most_annotated, tokens, is_packed(model), width, shares(model))
-
-    def _fitting_tokens(self) -> int:
-        """The largest number of tokens that a pass through the reward model can have on every rank."""
-        key, device = "annotate_max_tokens (reward model)", self._device
         assert self.reward_model is not None
-        assert device is not None
-        passes = PassMemory.of([self.reward_model], self.config, self.parallel, with_gradient=False)
-        if self._context.size == 1:
-            passes = passes.of_whole_rows()
-        return min(self.ranks.gather(key, fitting_tokens(key, passes, device, to_come=0.0)))
+        return passes_through([self.reward_model], self.config.most_annotated, self.config.tokens_annotated)
 
     @property
     def scoring_ranks(self) -> int:
@@ -360,11 +345,6 @@ class ApartScorer(Scorer):
         # Kernels of libraries run on the current device, and each thread has its own.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return [score_padded(self.reward_model, **padded(b), autocast=dtype, device=device) for b in batches]
-
-    @cached_property
-    def _passes(self) -> Passes:
-        assert self.reward_model is not None
-        return passes_alone("reward model", self.reward_model, self.config)
 
 
 def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:

@@ -35,7 +35,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers, require_optimizer
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
-from async_rlhf.models.budget import with_checkpointing
+from async_rlhf.models.budget import with_recorded, with_sizes
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions, config_of, length_key, with_prompt_cap
 from async_rlhf.models.forward import advise_sixteen_bits, autocast_dtype
@@ -255,7 +255,9 @@ def _build(
     failure_detector: FailureDetector,
     hold: Hold | None,
 ) -> Run:
+    asked = config
     folder, resumed = _find_checkpoint(config, algorithm, ranks)
+    config = folder.config
     tokenizer = tokenizer_for(inputs.model, inputs.processing_class, config.trust_remote_code)
     # Data before models: mistakes in it show within seconds.
     started = None if resumed is None else resumed.values.get("started")
@@ -269,11 +271,8 @@ def _build(
     models = _load_models(config, algorithm, inputs, chat, parallel, device)
     if not is_on_meta(models.policy):
         require_repeatable(disable_dropout(models.policy), "model")
-    trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
-    record = inputs.record or of_python(config, algorithm.name, inputs)  # as asked for
-    frozen = _frozen(config, algorithm, models, device)
-    taken = memory_taken(config, device).get(f"cuda:{device.index or 0}", 0.0)
-    config = with_checkpointing(config, trained, frozen, parallel, device, algorithm.rows_per_unit, taken)
+    record = inputs.record or of_python(asked, algorithm.name, inputs)
+    config = _with_sizes(config, algorithm, models, parallel, device)
     reward = {} if models.reward is None else {"reward_model": frozen_checksum(models.reward)}
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
@@ -340,10 +339,13 @@ def _callbacks(
 
 
 def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:
-    """The run's folder and the state to resume from, if any. Requires that nothing else is in the way."""
+    """The run's folder, whose configuration has what "auto" stood for if the run goes on, and the state to resume from,
+    if any. Requires that nothing else is in the way.
+    """
     checkpoint = ranks.broadcast("checkpoint", lambda: checkpoint_to_resume(config))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
     if resumed is not None:
+        config = with_recorded(config, resumed.config)
         resumed.check(config, algorithm.name)
     folder = RunFolder(config, checkpoint, resumed.batch if resumed else 0)
     if ranks.is_main:
@@ -471,15 +473,22 @@ def _policy(config: OnlineConfig, model: Model, device: torch.device, on_meta: b
     return load_in_four_bits(model, device, computed, trust=config.trust_remote_code)
 
 
-def _frozen(config: OnlineConfig, algorithm: Algorithm, models: _Models, device: torch.device) -> list[PreTrainedModel]:
-    """The models that are not trained and lie on the learner's device."""
-    found = []
+def _with_sizes(
+    config: OnlineConfig, algorithm: Algorithm, models: _Models, parallel: Parallel, device: torch.device
+) -> OnlineConfig:
+    """The configuration with the sizes that the devices' memory decides."""
+    trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
+    found: list[PreTrainedModel] = []
     if algorithm.needs(config).reference and not (models.reference is None and has_adapters(models.policy)):
         found.append(models.reference or models.policy)  # a copy of the policy
     if models.reward is not None and config.ray.reward_workers == 0:
         found.append(models.reward)
     own = [torch.device(name) for name in config.own_devices]
-    return [model for model in found if model.device not in own]
+    frozen = [model for model in found if model.device not in own]
+    judge = models.reward if models.reward in frozen else None
+    apart = [model for model in found if model.device in own and model.device.type == "cuda"]
+    taken = memory_taken(config, device).get(f"cuda:{device.index or 0}", 0.0)
+    return with_sizes(config, trained, frozen, parallel, device, algorithm.rows_per_unit, taken, judge, apart)
 
 
 def _value(

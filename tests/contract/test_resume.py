@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tiny import StopAfter, count_letters, json_rows, rare_unless
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -23,6 +24,7 @@ from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.config import ConfigError
 from async_rlhf.config.spelling import DROPPED
 from async_rlhf.generation.episodes.spec import named
+from async_rlhf.models import budget
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.checkpoint import FORMAT, ResumeState, as_saved
 from async_rlhf.run.manifest import write_whole
@@ -386,6 +388,26 @@ def test_a_run_is_not_made_shorter_than_its_checkpoint(make_policy, tokenizer, p
     run(make_policy, tokenizer, prompts, make_args(), callbacks=[StopAfter(4)])
     with pytest.raises(ConfigError, match="total_episodes: got 24; must be at least the 32"):
         run(make_policy, tokenizer, prompts, make_args(resume=True, total_episodes=24))
+
+
+def test_auto_stays_what_it_was_when_the_run_began(make_policy, tokenizer, prompts, make_args, monkeypatch):
+    """Also where other memory would be left; the run's record says what was asked for."""
+    limits = {"max_tokens_per_pass": "auto", "annotate_max_tokens": "auto"}
+    monkeypatch.setattr(budget, "_ON_CPU", {"gradient_checkpointing": False, **dict.fromkeys(limits, 50)})
+    whole = run(make_policy, tokenizer, prompts, make_args("whole", **limits))
+    run(make_policy, tokenizer, prompts, make_args("stopped", **limits), callbacks=[StopAfter(3)])
+    monkeypatch.setattr(budget, "_ON_CPU", {"gradient_checkpointing": True, **dict.fromkeys(limits, 9000)})
+    args = make_args("stopped", resume=True, **limits)
+    again = run(make_policy, tokenizer, prompts, args)
+    assert_same(again, whole)
+    config = again[0].args
+    found = config.max_tokens_per_pass, config.annotate_max_tokens, config.gradient_checkpointing
+    assert found == (50, 50, False)
+    asked = yaml.safe_load((Path(args.output_dir) / "run.yml").read_text())["train"]
+    assert [asked[name] for name in (*limits, "gradient_checkpointing")] == ["auto"] * 3
+    other = make_args("stopped", resume=True, max_tokens_per_pass=60, annotate_max_tokens="auto")
+    with pytest.raises(ConfigError, match="max_tokens_per_pass: was 50, is 60"):
+        run(make_policy, tokenizer, prompts, other)
 
 
 def test_a_run_can_be_made_longer(make_policy, tokenizer, prompts, make_args):

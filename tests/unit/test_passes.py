@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from heapq import heappush
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from async_rlhf.models.forest import size_of
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, dealt
-from async_rlhf.rewards import scorer
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -239,24 +239,66 @@ def memory(model, sharing: int = 1, **changes) -> budget.PassMemory:
     return budget.PassMemory.of([model], config, parallel, with_gradient=True)
 
 
-def test_a_reward_model_that_shares_rows_holds_less_of_a_pass(make_reward_model, tokenizer, make_args, monkeypatch):
-    asked = []
-    monkeypatch.setattr(scorer, "fitting_tokens", lambda key, passes, *rest, **more: asked.append(passes) or 9)
-    for sharing, its_own in ((1, 1), (4, 1), (4, 4)):
-        parallel = Parallel()
-        parallel.context = ContextGroup(sharing)
-        given = tokenizer, make_args(annotate_max_tokens="auto"), make_reward_model(), ()
-        one = scorer.Scorer(*given, parallel=parallel, context=ContextGroup(its_own))
-        assert one._passes.tokens == 9
-    alone, whole, shared = (passes.tokens(1e9) for passes in asked)
-    assert alone == whole < shared / 2
+def test_a_reward_model_that_shares_rows_holds_less_of_a_pass(make_reward_model):
+    alone, shared = (memory(make_reward_model(), sharing) for sharing in (1, 4))
+    assert alone.tokens(1e9) == shared.of_whole_rows().tokens(1e9) < shared.tokens(1e9) / 2
 
 
 def test_on_a_cpu_auto_is_what_is_of_use_there_and_the_log_says_so(caplog):
+    config = replace(OnlineConfig(), max_tokens_per_pass="auto", annotate_max_tokens=7)
     with caplog.at_level(logging.INFO):
-        tokens = budget.fitting_tokens("max_tokens_per_pass", memory(new_policy()), torch.device("cpu"), to_come=0.0)
-    assert tokens == budget.CPU_TOKENS
-    assert f"max_tokens_per_pass: {budget.CPU_TOKENS} tokens a pass" in caplog.text
+        found = budget.with_sizes(config, [new_policy()], [], Parallel(), torch.device("cpu"), 1)
+    assert (found.max_tokens_per_pass, found.annotate_max_tokens) == (budget.CPU_TOKENS, 7)
+    assert found.gradient_checkpointing is False
+    assert caplog.messages == [
+        f"max_tokens_per_pass: {budget.CPU_TOKENS} tokens a pass, as many as are of use on a CPU"
+    ]
+
+
+def test_on_a_gpu_auto_is_what_fits_beside_weights_moments_and_frozen_models(monkeypatch, caplog, make_reward_model):
+    """With gradient, and without through every model that reads such passes."""
+    gpu, judge = torch.device("cuda:0"), make_reward_model()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e9, 1e9))
+    config = replace(OnlineConfig(), max_tokens_per_pass="auto", annotate_max_tokens="auto")
+    policies = [new_policy(), new_policy()]
+    for judged in ([], [judge]):
+        frozen = [policies[0], *judged]
+        given = config, policies, frozen, Parallel(), gpu, 1, 0.1
+        with caplog.at_level(logging.INFO):
+            found = budget.with_sizes(*given, judge=judged[0] if judged else None)
+        held = 16.0 * sum(p.num_parameters() for p in policies) + 4.0 * sum(p.num_parameters() for p in frozen)
+        room = 0.8 * 0.9 * 1e9 - held
+        update, annotate, its_own = (
+            budget.PassMemory.of(models, found, Parallel(), with_gradient)
+            for models, with_gradient in ((policies, True), (policies, False), ([judge], False))
+        )
+        tokens = found.max_tokens_per_pass
+        assert update.bytes(tokens) <= room < update.bytes(tokens + 1)
+        tokens = found.annotate_max_tokens
+        reads = [annotate, its_own] if judged else [annotate]
+        assert max(one.bytes(tokens) for one in reads) <= room < max(one.bytes(tokens + 1) for one in reads)
+        assert found.gradient_checkpointing is False
+        assert f"annotate_max_tokens: {tokens} tokens a pass, which takes" in caplog.text
+    assert budget.with_sizes(found, policies, [], Parallel(), gpu, 1) is found
+
+
+def test_a_model_on_a_gpu_of_its_own_limits_passes_by_what_is_free_there(monkeypatch):
+    gpu, apart = torch.device("cuda:0"), SimpleNamespace(device="cuda:1")
+    free = {gpu: 1e9, "cuda:1": 1e8}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], free[device]))
+    monkeypatch.setattr(budget, "_judged", lambda model, *_: memory(new_policy()))
+    config = replace(OnlineConfig(), annotate_max_tokens="auto", gradient_checkpointing=False)
+    found = budget.with_sizes(config, [new_policy()], [], Parallel(), gpu, 1, apart=[apart])
+    assert found.annotate_max_tokens == memory(new_policy()).tokens(0.8 * 1e8)
+
+
+def test_a_run_that_goes_on_takes_the_numbers_of_its_checkpoint():
+    asked = replace(OnlineConfig(), max_tokens_per_pass="auto", annotate_max_tokens=5)
+    known = {"max_tokens_per_pass": 77, "annotate_max_tokens": 6, "gradient_checkpointing": True}
+    found = budget.with_recorded(asked, known)
+    assert (found.max_tokens_per_pass, found.annotate_max_tokens, found.gradient_checkpointing) == (77, 5, True)
+    for unknown in ({}, {"max_tokens_per_pass": "auto"}, {"max_tokens_per_pass": None}):  # of older versions, of others
+        assert budget.with_recorded(asked, unknown) == asked
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -288,17 +330,15 @@ def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind
 
 def test_as_many_tokens_are_taken_as_fit_and_one_at_least():
     passes = memory(new_policy())
-    for room in (5e6, 5e7, 5e8):
+    for room in (5e6, 5e7, 5e8, 5e9):
         tokens = passes.tokens(room)
         assert passes.bytes(tokens) <= room < passes.bytes(tokens + 1)
     assert passes.tokens(-5.0) == 1
     assert memory(new_policy(), sharing=4).bytes(4 * 100) == passes.bytes(100)  # a part of each row on each rank
     both = budget.PassMemory(passes.models * 2, with_gradient=True)
     assert both.bytes(100) == 2 * passes.bytes(100)
+    assert both.tokens(2 * 5e7) == passes.tokens(5e7)
     assert budget.PassMemory(passes.models, with_gradient=False).bytes(1000) < passes.bytes(1000)
-    parameters = [torch.zeros(10), torch.zeros(6, dtype=torch.bfloat16)]
-    assert budget.bytes_to_come(parameters, state=True) == 52
-    assert budget.bytes_to_come(parameters, state=False) == 52 + 16 * 8
 
 
 def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_largest_pass():
@@ -327,14 +367,14 @@ def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
-        decided = budget.with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2)
+        decided = budget.with_sizes(config, [new_policy()], [], Parallel(), gpu, 2)
     assert decided.gradient_checkpointing is expected
     assert f"gradient_checkpointing: {'on' if expected else 'off'}, for without it the learner takes" in caplog.text
     # What others have, or will take, is no room.
-    assert budget.with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2, taken=0.3).gradient_checkpointing
+    assert budget.with_sizes(config, [new_policy()], [], Parallel(), gpu, 2, taken=0.3).gradient_checkpointing
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0.7 * memory, memory))
-    assert budget.with_checkpointing(config, [new_policy()], [], Parallel(), gpu, 2).gradient_checkpointing
+    assert budget.with_sizes(config, [new_policy()], [], Parallel(), gpu, 2).gradient_checkpointing
     for said in (True, False):
         asked = replace(config, gradient_checkpointing=said)
-        assert budget.with_checkpointing(asked, [new_policy()], [], Parallel(), gpu, 2) is asked
-    assert budget.with_checkpointing(config, [], [], Parallel(), torch.device("cpu"), 2).gradient_checkpointing is False
+        assert budget.with_sizes(asked, [new_policy()], [], Parallel(), gpu, 2) is asked
+    assert budget.with_sizes(config, [], [], Parallel(), torch.device("cpu"), 2).gradient_checkpointing is False

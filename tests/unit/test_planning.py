@@ -21,6 +21,7 @@ from async_rlhf.cli import main
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.models import head, memory
+from async_rlhf.models.budget import with_least
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.studies.plan.command import run_plan
@@ -1004,5 +1005,6 @@ def test_rows_of_a_pass_are_those_of_the_recipe(keys, rows):
     """Pairs of rows of at most 100 tokens."""
     generation = GenerationConfig(response_length=40)
     train = OnlineDPOConfig(max_prompt_length=60, generation=generation, batches=1, **keys)
+    train = with_least(train, rows_per_unit=2)
     workload = _workload(RunConfig(model="m", data=DataConfig(train="d"), reward_funcs=["m:f"], train=train))
     assert (workload.train_rows, workload.annotate_rows) == rows

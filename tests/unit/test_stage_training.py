@@ -24,6 +24,7 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.commands.training import StageLoop
 from async_rlhf.config import AdapterConfig, ConfigError, ParallelConfig, RewardConfig, SFTConfig
 from async_rlhf.learner.learner import Learner
+from async_rlhf.models import budget
 from async_rlhf.models.loading import load_policy
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.manifest import write_whole
@@ -265,6 +266,19 @@ def test_tokens_limit_passes_and_change_no_weight(sft, tmp_path, monkeypatch, to
     ours, theirs = history(limited.output_dir), history(sft.output_dir)
     assert [line["loss"] for line in ours[:2]] == pytest.approx([line["loss"] for line in theirs[:2]], rel=1e-5)
     assert results["rows"] == 40
+
+
+def test_tokens_that_fit_stay_what_they_were_when_the_stage_began(sft, tmp_path, monkeypatch):
+    sft = replace(sft, max_tokens_per_pass="auto", save_steps=3)
+    monkeypatch.setitem(budget._ON_CPU, "max_tokens_per_pass", 30)
+    whole = run_sft(sft)
+    cut = replace(sft, output_dir=str(tmp_path / "cut"), resume=True)
+    interrupted(run_sft, cut, 6)
+    monkeypatch.setitem(budget._ON_CPU, "max_tokens_per_pass", 2048)
+    assert run_sft(cut) == whole
+    assert history(cut.output_dir) == history(sft.output_dir)
+    assert same_weights(cut.output_dir, sft.output_dir)
+    assert run_sft(cut) == whole  # it is done, by the keys that were asked for
 
 
 def test_ranks_that_were_not_launched_are_refused_before_anything_is_read(tmp_path):

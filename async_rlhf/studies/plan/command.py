@@ -16,6 +16,7 @@ from async_rlhf.commands.evaluation.tables import rendered
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
+from async_rlhf.models.budget import with_least
 from async_rlhf.models.gpu_defaults import decided
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan import simulate
@@ -165,7 +166,8 @@ def _recipe(path: str) -> RunConfig:
     except ConfigError as error:
         raise ConfigError(f"run: {path!r}: {error}") from error
     rows = find(recipe.algorithm).rows_per_unit
-    return replace(recipe, train=decided(recipe.train, has_bf16=True, packs=True, rows_per_unit=rows))
+    train = decided(recipe.train, has_bf16=True, packs=True, rows_per_unit=rows)
+    return replace(recipe, train=with_least(train, rows))  # what must fit decides whether the learner does
 
 
 def _devices(split: Split) -> int:
