@@ -20,7 +20,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
-from async_rlhf.models.memory import LearnerMemory, Pass, Shape
+from async_rlhf.models.memory import USED, LearnerMemory, Pass, Shape
 from async_rlhf.models.packing import is_packed, shares
 from async_rlhf.models.passes import Passes
 
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 CPU_TOKENS = 2048
 """On a CPU more tokens gain nothing: matrices are large enough, and what a pass computes leaves the cache."""
-_USED = 0.8
-"""Of the memory that is left: the rest is for fragments, and for what is not counted."""
 _MOST = 1 << 24
 """Tokens of a pass: more are of no use."""
 _MANY = 1 << 22
@@ -194,7 +192,7 @@ def with_sizes(
                 logger.info("%s: %d tokens a pass, as many as are of use on a CPU", name, CPU_TOKENS)
         return replace(config, **{name: _ON_CPU[name] for name in auto})
     unused, total = torch.cuda.mem_get_info(device)
-    room = _USED * min(unused + torch.cuda.memory_reserved(device), (1 - taken) * total)
+    room = USED * min(unused + torch.cuda.memory_reserved(device), (1 - taken) * total)
     for name in auto:  # in this order: whether activations are kept decides how many tokens fit
         if name == "gradient_checkpointing":
             needed = bytes_without_checkpointing(config, trained, frozen, parallel, rows_per_unit)
@@ -209,7 +207,7 @@ def with_sizes(
         if not with_gradient:
             found += [_judged(judge, config, parallel).tokens(left)] if judge is not None else []
             free = ((model, torch.cuda.mem_get_info(model.device)[0]) for model in apart)
-            found += [_judged(model, config, ALONE).tokens(_USED * bytes_there) for model, bytes_there in free]
+            found += [_judged(model, config, ALONE).tokens(USED * bytes_there) for model, bytes_there in free]
         tokens: Any = min(parallel.ranks.gather(name, min(found)))
         told = (name, tokens, passes.bytes(tokens) / 1e9, left / 1e9, device)
         logger.info("%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s", *told)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+USED = 0.8
+"""Share of a GPU's memory up to which a run keeps activations and fills passes. The rest is for fragments, and for what
+is not counted."""
 _FLOAT, _BFLOAT = 4, 2
 _CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 2048
 """As in models/head.py on a GPU."""

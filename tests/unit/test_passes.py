@@ -347,6 +347,9 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
     held = 16.0 * policy.num_parameters()
     alone = budget.bytes_without_checkpointing(config, [policy], [], Parallel(), 2)
     assert budget.bytes_without_checkpointing(config, [policy], [policy], Parallel(), 2) == alone + held / 4
+    parallel = Parallel()
+    parallel.ranks = SimpleNamespace(count=2)  # with DDP's buckets
+    assert budget.bytes_without_checkpointing(config, [policy], [], parallel, 2) == alone + held / 4
     more = replace(config, per_device_train_batch_size=4)
     rows = config.rows_of_pass(2), more.rows_of_pass(2)
     assert rows == (4, 8)

@@ -577,6 +577,10 @@ def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
     assert not line_of().recompute(64) or line_of().memory(64, recompute=False).peak() > 72e9
     roomy = Roofline(replace(CHAT.hardware, memory_gb=400), CHAT.model, batch_of(CHAT.workload, None))
     assert not roomy.recompute(8)
+    needed = line_of().phases(8, recompute=False)["update"]
+    for share, again in ((0.99, True), (1.01, False)):  # of what a run would take on such a GPU
+        sized = replace(line_of().hardware, memory_gb=share * needed / 0.8e9)
+        assert replace(line_of(), hardware=sized).recompute(8) is again
     assert line_of().learn_seconds(8) > roomy.learn_seconds(8)
     assert not line_of(recompute=False).recompute(1)
     assert line_of(recompute=True).recompute(64)

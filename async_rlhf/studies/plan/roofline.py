@@ -15,7 +15,7 @@ from typing import Any
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
-from async_rlhf.models.memory import LearnerMemory, Pass, Shape
+from async_rlhf.models.memory import USED, LearnerMemory, Pass, Shape
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, parts
@@ -382,11 +382,13 @@ class Roofline:
         return held, held + self.model.activations_gb * 1e9
 
     def recompute(self, learners: int) -> bool | str:
-        """Whether this many learners compute activations again: as configured, or else where it would not fit."""
+        """Whether this many learners compute activations again: as configured, or else as a run decides it."""
         asked = self.batch.recompute if self.model.recompute is None else self.model.recompute
         if asked is not None or self.model.activations_gb is not None:
             return asked or False
-        return max(self.phases(learners, recompute=False).values()) > self._room()
+        return self.phases(learners, recompute=False)["update"] > min(
+            self._room(), USED * self.hardware.memory_gb * 1e9
+        )
 
     def phases(self, learners: int, recompute: bool | str) -> dict[str, float]:
         """Bytes of each of this many learners at the peak of each phase."""
