@@ -107,7 +107,7 @@ def wall(batches: int, token_seconds: float, size: int | None, fixed: bool = Fal
     model, trace = sleeping_policy(VOCABULARY, TOKENS + 8, token_seconds, SPEEDS), Trace()
     with closing(ProcessGenerator(config, model, SamplingParams(1, 1.0, TOKENS, (), 0), trace)) as generator:
         if fixed:
-            generator.dispatcher = FixedShares(generator.workers)  # type: ignore[assignment]
+            generator.supervisor.dispatcher = FixedShares(generator.workers)  # type: ignore[assignment]
         generator.publish(model, 0)
         generator.submit(0, 0, Prompts().batch(1, PROMPTS))
         generator.collect(0)  # the processes are up

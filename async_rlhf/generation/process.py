@@ -36,7 +36,6 @@ class ProcessGenerator(RemoteGenerator):
     """Generator processes that sample the requests of every batch."""
 
     kind, streams, grows = "generator process", True, True
-    workers: list[ProcessWorker]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

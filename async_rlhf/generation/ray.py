@@ -155,7 +155,6 @@ class RayGenerator(RemoteGenerator):
     """Actors that sample the requests of every batch."""
 
     kind, grows, unstartable = "generator actor", True, NoRoomError
-    workers: list[ActorWorker]
 
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""

@@ -54,7 +54,6 @@ class ServerGenerator(RemoteGenerator):
     """
 
     kind, streams = "server", True
-    workers: list[ServerWorker]
 
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""

@@ -119,7 +119,7 @@ def come_late(monkeypatch) -> list[tuple[int, int]]:
 
     def submit_and_collect(self, version):
         submit(self, *waiting.pop())
-        self.publisher.finish()
+        self.publisher.thread.finish()
         found.append((version, self.snapshots.newest))
         return collect(self, version)
 

@@ -141,7 +141,7 @@ def test_a_generator_killed_while_it_sends_is_restarted(make_policy, tokenizer, 
         goes_on.set()
         batch = generator.collect(1)
     assert [len(group.samples) for group in batch.groups] == [400] * 16
-    assert generator._restarts == 1
+    assert generator.supervisor.restarts == 1
 
 
 def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, tokenizer, prompts):
@@ -241,7 +241,7 @@ def test_weights_that_are_not_what_was_published_stop_the_run(make_policy, token
     generator = ProcessGenerator(args, policy, params, Trace())
     try:
         generator.publish(policy, 0)
-        generator.publisher.finish()
+        generator.publisher.thread.finish()
         next(iter(generator.ring.views(0).values()))[0] += 1
         generator.submit(1, 0, PromptStream(prompts, tokenizer).batch(1, 2))
         with pytest.raises(

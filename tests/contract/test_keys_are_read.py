@@ -62,8 +62,8 @@ from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import server_generator, vllm_engine
 from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import key_of
+from async_rlhf.generation.supervisor import Supervisor
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.strategies.deepspeed import ZeRO
@@ -322,11 +322,11 @@ def _elsewhere(inputs: Inputs) -> None:
                 make_generator(config, engine, Trace(), 1)
         dead, often = (
             SimpleNamespace(end=lambda: "died", number=0, has_place=True),
-            {"_restarts": 3, "kind": "generator"},
+            {"restarts": 3, "kind": "generator"},
         )
         often |= {"dispatcher": SimpleNamespace(lost=lambda _: []), "_give_up": _give_up, "_stopping": []}
         with pytest.raises(GeneratorError, match="max_restarts"):
-            RemoteGenerator._replace(SimpleNamespace(config=served.generation, **often), dead)
+            Supervisor._replace(SimpleNamespace(_config=served.generation, **often), dead)
         WorkerCount(inputs.folder).write([0])
         patch.setattr(workers, "refuse_second", _in_use)
         patch.setattr(workers, "_PATIENCE_SECONDS", 0.0)

@@ -198,5 +198,5 @@ def test_a_worker_that_dies_while_it_waits_samples_the_same(generator, make_poli
     time.sleep(1)
     os.kill(generator.workers[0].process.pid, signal.SIGKILL)
     batch = generator.collect(1)
-    assert generator._restarts == 1
+    assert generator.supervisor.restarts == 1
     assert all_drawn([group.samples for group in batch.groups]) == all_drawn(expected)

@@ -81,9 +81,9 @@ def coming_and_going(generators, seed: int):
         if kind == "kill" and worker.process.pid is not None:
             os.kill(worker.process.pid, signal.SIGKILL)
         elif kind == "add" and len(generator.workers) < 4:
-            generator.add_worker()
+            generator.supervisor.add_worker()
         elif kind == "stop" and len(generator.workers) > 1:
-            generator.stop_worker(worker.number)
+            generator.supervisor.stop_worker(worker.number)
         else:
             return
         done.append(kind)
@@ -114,7 +114,7 @@ def test_workers_that_come_go_and_die_at_random_change_no_bit(train, generators,
         with coming_and_going(generators, seed) as done:
             elastic = train(f"elastic-{seed}", 2, max_restarts=1000, episodes=episodes)
         assert set(done) == {"kill", "add", "stop"}
-        assert generators[-1]._restarts > 0
+        assert generators[-1].supervisor.restarts > 0
         assert_same(elastic, one)
 
 
@@ -148,7 +148,7 @@ def test_a_worker_that_hangs_as_it_stops_is_not_started_again(train, generators,
             assert time.monotonic() < deadline
             time.sleep(0.001)
         os.kill(worker.process.pid, signal.SIGSTOP)
-        generator.stop_worker(0)
+        generator.supervisor.stop_worker(0)
 
     one = train("one", 1)
     assert_same(train("stopped", 2, [After(3, freeze_and_stop)], heartbeat_timeout=2.0, max_restarts=0), one)
@@ -184,7 +184,7 @@ def test_a_worker_that_is_not_there_and_the_last_one_cannot_be_stopped(train, ge
     def stop() -> None:
         for number in (7, 0):
             with pytest.raises(ConfigError) as caught:
-                generators[-1].stop_worker(number)
+                generators[-1].supervisor.stop_worker(number)
             said.append(str(caught.value))
 
     train("run", 1, [After(1, stop)])

@@ -102,7 +102,7 @@ def flown_through(flying_args, tokenizer, loaded) -> Batch:
     engine = PolicyEngine(flying_args, policy, params, Parallel())  # for inline alone
     with closing(make_generator(flying_args, engine, Trace(), 1)) as generator:
         generator.publish(policy, 0)
-        generator.publisher.finish()  # one that waits for weights gives signs of life, too
+        generator.publisher.thread.finish()  # one that waits for weights gives signs of life, too
         # So large that a server which is too busy to answer for some seconds is still sampling it afterwards.
         generator.submit(1, None, PromptStream(PROMPTS, tokenizer).batch(1, 600))
         deadline = time.monotonic() + 120
