@@ -212,12 +212,12 @@ def _learner(case: Case, rank: FakeRank) -> tuple[Learner, SnapshotRing]:
         for parameter in parallel.trained:
             parameter.grad = torch.zeros_like(parameter)
         parallel.step(1.0)
-    assert learner.reference is not None
+    assert learner.reference.model is not None
     ledger.name(list(policy.parameters()), "weights")
-    ledger.name([*learner.reference.parameters(), *reward.parameters()], "frozen")
+    ledger.name([*learner.reference.model.parameters(), *reward.parameters()], "frozen")
     ledger.name([x for state in parallel.optimizer.state.values() for x in state.values()], "optimiser")
     ledger.kept = reward  # the scorer has it
-    for name, model in {"policy": policy, "reference": learner.reference}.items():
+    for name, model in {"policy": policy, "reference": learner.reference.model}.items():
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
         rank.follow(name, next(blocks for blocks in lists if len(blocks) == case.layers))
     return learner, ring

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,12 +22,12 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.distributed.context import WHOLE
 from async_rlhf.distributed.loss_scale import LossScale
 from async_rlhf.distributed.parallel import ALONE, Parallel, decayed_groups, trainable
 from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
-from async_rlhf.models.adapters import adapters_off, has_adapters
+from async_rlhf.learner.reference import Reference, by_own_routers
+from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.budget import passes_through
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
@@ -41,7 +40,6 @@ from async_rlhf.models.forward import (
     response_logprobs,
     response_values,
 )
-from async_rlhf.models.frozen_models import frozen, on_device
 from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, require_shared, texts_of_rows
@@ -107,22 +105,23 @@ class Learner:
         self.policy = disable_dropout(policy)
         if config.router_replay:
             replay_routes(policy)
-        own_reference = self._frozen_reference(reference)
-        for model in filter(None, (policy, own_reference) if config.head_float32 else ()):
+        # Without a model of its own, adapters can be switched off.
+        separate = self.needs.reference and (reference is not None or not has_adapters(policy))
+        self.reference = Reference(policy, reference, separate, reference_apart, config, self.parallel)
+        for model in filter(None, (policy, self.reference.model) if config.head_float32 else ()):
             head_in_float32(model)
         self.value = None if value is None else disable_dropout(value)
         wrapper = PolicyAndValueWrapper if policy.can_generate() else RewardWrapper
         self.model = wrapper(policy, self.value, self.parallel.context)
-        self.fingerprint = self._fingerprint(own_reference)
+        self.fingerprint = self._fingerprint(self.reference.model)
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
             load(self.model)
         self._early: EarlyResults[Tensor | None] | None = None
         """What a reference policy that computes apart says of batches, on rank 0."""
-        self._reference_apart = reference_apart and own_reference is not None
-        if self._reference_apart and self.ranks.is_main:
+        if self.reference.is_apart and self.ranks.is_main:
             self._early = EarlyResults(self._reference_logprobs, name="reference", functions=False)
-        self._prepare(own_reference, optimizers[0])
+        self._prepare(optimizers[0])
         self.scheduler: Any = optimizers[1] or get_scheduler(
             config.lr_scheduler_type,
             self.optimizer,
@@ -138,25 +137,22 @@ class Learner:
         self._told_of_units = False
         self.model.train()
 
-    def _prepare(self, reference: PreTrainedModel | None, own: torch.optim.Optimizer | None) -> None:
+    def _prepare(self, own: torch.optim.Optimizer | None) -> None:
         """Choose how the models compute, hand their weights to the strategy, and make the optimiser."""
-        config, value = self.config, self.value
-        models = {"policy": self.policy, "reference policy": reference, "value model": value}
+        config, value, reference = self.config, self.value, self.reference
+        models = {"policy": self.policy, "reference policy": reference.model, "value model": value}
         whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
         on_meta = {name: whole.pop(name) for name, model in list(whole.items()) if is_on_meta(model)}
         pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, self.policy))
         pack(whole)
         share = partial(require_shared, size=self.parallel.context.size)
-        share({name: model for name, model in whole.items() if not (self._reference_apart and model is reference)})
+        share({name: model for name, model in whole.items() if not (reference.is_apart and model is reference.model)})
         for model in (self.policy, value):
             if isinstance(model, PreTrainedModel):
                 compile_blocks(model, config)
                 recompute(model, config)
         # From here on the weights may be sharded, so no code may rely on having all of them.
-        parallel = ALONE if self._reference_apart else self.parallel
-        needed = self._early is not None or not self._reference_apart
-        self.reference = frozen(reference, config, parallel) if reference is not None and needed else None
-        self._reference_at_hand = on_device(self.reference, config, self.parallel)
+        reference.prepare()
         parts = [self.policy] if value is None else [self.policy, value]
         if config.fp16:
             self.parallel.loss_scale = LossScale()
@@ -167,13 +163,6 @@ class Learner:
             share(on_meta, device=self.parallel.device)
         for model in on_meta.values():
             self.parallel.reshard(model)
-
-    def _frozen_reference(self, reference: PreTrainedModel | None) -> PreTrainedModel | None:
-        """A separate model, or None if none is needed: there is no KL, or adapters can be switched off."""
-        if not self.needs.reference or (reference is None and has_adapters(self.policy)):
-            return None
-        own = copy.deepcopy(self.policy) if reference is None else disable_dropout(reference)
-        return own.requires_grad_(False).eval()
 
     def _optimizer(self, own: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if own is not None:
@@ -232,22 +221,23 @@ class Learner:
         deal = self._deal("annotating", rows, parts, _SEEN, ranks=ALONE.ranks)
         # Kernels of libraries run on the current device, and each thread has its own.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._add(rows, parts, deal, self._by_reference, device, ALONE.ranks).reference_logprobs_BT
+            return self._add(rows, parts, deal, self.reference.logprobs, device, ALONE.ranks).reference_logprobs_BT
 
     @cached_property
     def _reference_passes(self) -> tuple[Passes, torch.device]:
         """The limits of a pass through a reference policy that computes apart, and its device."""
-        assert self.reference is not None
-        device = self.reference.device
+        model = self.reference.model
+        assert model is not None
+        device = model.device
         shared = self.ranks.count == 1 and device == self.policy.device
         units, tokens = self.config.most_annotated, self.config.tokens_annotated
-        return self._annotating if shared else passes_through([self.reference], units, tokens), device
+        return self._annotating if shared else passes_through([model], units, tokens), device
 
     def _annotations(self) -> list[tuple[AbstractContextManager[object], _Compute]]:
         """What the algorithm needs that passes without gradient give, each with what puts its model at hand."""
         kinds: list[tuple[AbstractContextManager[object], _Compute]] = []
-        if self.needs.reference and not self._reference_apart:
-            kinds.append((self._reference_at_hand, self._by_reference))
+        if self.needs.reference and not self.reference.is_apart:
+            kinds.append((self.reference.at_hand, self.reference.logprobs))
         if self.needs.old_logprobs or self.needs.values:
             kinds.append((nullcontext(), self._before_update))
         if self.needs.end_values:
@@ -349,15 +339,6 @@ class Learner:
                 keep(number, values)
         return replace(rows, **fields)
 
-    def _by_reference(self, rows: dict[str, Any]) -> dict[str, Tensor]:
-        rows = _by_own_routers(rows)
-        temperature = self.config.generation.temperature
-        model = self.policy if self.reference is None else self.reference
-        with adapters_off(model) if self.reference is None else nullcontext(), self.autocast(rows["device"]):
-            context = WHOLE if self._reference_apart else self.parallel.context
-            output = response_logprobs(model, **rows, temperature=temperature, with_entropies=False, context=context)
-        return {"reference_logprobs_BT": output.logprobs_BT}
-
     def _before_update(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         """Log-probabilities and values before the update, each only if the objective needs them."""
         found, head, temperature = {}, self.model.head, self.config.generation.temperature
@@ -372,7 +353,7 @@ class Learner:
                 if output.values_BT is not None:
                     found["values_BT"] = output.values_BT
             if isinstance(self.value, PreTrainedModel):
-                found["values_BT"] = response_values(self.value, **_by_own_routers(rows))
+                found["values_BT"] = response_values(self.value, **by_own_routers(rows))
         return found
 
     def _at_the_end(self, rows: dict[str, Any]) -> dict[str, Tensor]:
@@ -521,11 +502,6 @@ class Learner:
         if reference is not None:
             fixed |= {f"reference.{name}": found for name, found in weight_digests(reference).items()}
         return of_digests(fixed)
-
-
-def _by_own_routers(rows: dict[str, Any]) -> dict[str, Any]:
-    """The fields for another model than the one that sampled: its routers choose for themselves."""
-    return {name: value for name, value in rows.items() if name != "routes_BTLE"}
 
 
 def _chosen(scored: ScoredBatch, most: int | None) -> tuple[tuple[Group, ...], Tensor, dict[str, float]]:

@@ -99,7 +99,11 @@ def train(folder: Path, batches: int = 6, device: str = "cuda:0", **options: Any
     )
     trainer.train()
     learner, reward_model = trainer.learner, trainer.run.scorer.reward_model
-    for name, model in (("model", learner.model), ("reference", learner.reference), ("reward model", reward_model)):
+    for name, model in (
+        ("model", learner.model),
+        ("reference", learner.reference.model),
+        ("reward model", reward_model),
+    ):
         places = set() if model is None else {parameter.device for parameter in model.parameters()}
         kept = "cpu" if args.offload_frozen and name != "model" else device
         assert places <= {torch.device(kept)}, f"the {name} is on the wrong device: {places}"
@@ -122,7 +126,7 @@ def by_itself(folder: Path) -> tuple[dict[str, Any], list[bool]]:
     finally:
         attention.runs_kernel = has_kernel
     found = {name: getattr(trainer.args, name) for name in ("bf16", "max_tokens_per_pass", "annotate_max_tokens")}
-    models = (policy, trainer.learner.reference, trainer.run.scorer.reward_model)
+    models = (policy, trainer.learner.reference.model, trainer.run.scorer.reward_model)
     return found | {"dtype": trainer.args.generation.dtype}, list(map(is_packed, models))
 
 

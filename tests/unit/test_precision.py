@@ -141,7 +141,7 @@ def test_a_run_with_frozen_models_in_fewer_bytes_is_the_same_bit_for_bit(
             monkeypatch.setattr(frozen_models, "hold_linear", lambda *_: None)
         args = make_args(kind, bf16=True, total_episodes=16)
         trainer, found[kind] = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
-        linear = trainer.run.learner.reference.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
+        linear = trainer.run.learner.reference.model.gpt_neox.layers[0].mlp.dense_h_to_4h.weight
         assert linear.dtype == (BF16 if kind == "fewer" else torch.float32)
     assert found["fewer"] == found["float32"]
 
@@ -291,7 +291,7 @@ def test_the_attention_that_is_named_is_used_by_every_model(
     args = make_args(algorithm="ppo", attn_implementation="eager", total_episodes=8)
     trainer, _ = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
     learner = trainer.run.learner
-    models = (learner.policy, learner.reference, learner.value, trainer.run.scorer.reward_model)
+    models = (learner.policy, learner.reference.model, learner.value, trainer.run.scorer.reward_model)
     assert [model.config._attn_implementation for model in models] == ["eager"] * 4
     with pytest.raises(
         ConfigError, match=r"attn_implementation: got 'egaer'; GPTNeoXForCausalLM \(model\) cannot use it"
@@ -323,7 +323,7 @@ def test_every_model_of_the_learner_is_compiled(
     args = make_args(algorithm="ppo", torch_compile=True, total_episodes=8)
     trainer, _ = train(make_policy, tokenizer, prompts, args, reward_model=make_reward_model())
     learner = trainer.run.learner
-    models = (learner.policy, learner.reference, learner.value, trainer.run.scorer.reward_model)
+    models = (learner.policy, learner.reference.model, learner.value, trainer.run.scorer.reward_model)
     assert {id(block) for model in models for block in model.gpt_neox.layers} == {id(block) for block in asked}
 
 

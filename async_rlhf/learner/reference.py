@@ -1,0 +1,84 @@
+"""The reference: the policy that the trained one is to stay close to."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from async_rlhf.config import OnlineConfig
+from async_rlhf.distributed.context import WHOLE
+from async_rlhf.distributed.parallel import ALONE, Parallel
+from async_rlhf.models.adapters import adapters_off
+from async_rlhf.models.forward import autocast_dtype, response_logprobs
+from async_rlhf.models.frozen_models import frozen, on_device
+from async_rlhf.models.loading import disable_dropout
+
+
+class Reference:
+    """A fixed model, or the policy without its adapters.
+
+    Args:
+        policy: that is trained, with the weights that the run starts from.
+        given: a model of its own; None for the policy as it is now.
+        is_separate: whether there is a model; without one, the policy's adapters are switched off.
+        apart: it computes beside training, on rank 0 and on the device that it is on.
+        config: the run's.
+        parallel: how work and weights are divided among ranks.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        given: PreTrainedModel | None,
+        is_separate: bool,
+        apart: bool,
+        config: OnlineConfig,
+        parallel: Parallel,
+    ) -> None:
+        self._policy, self._config, self._parallel = policy, config, parallel
+        self.model: PreTrainedModel | None = None
+        """The fixed model; None where the policy takes its place, and on ranks that do not compute with it."""
+        if is_separate:
+            own = copy.deepcopy(policy) if given is None else disable_dropout(given)
+            self.model = own.requires_grad_(False).eval()
+        self.is_apart = apart and is_separate
+        self.at_hand: AbstractContextManager[object] = nullcontext()
+        """What to enter while it computes."""
+
+    def prepare(self) -> None:
+        """Hand the model's weights to the strategy; once it has been decided how it computes."""
+        if self.model is None:
+            return
+        if self.is_apart and not self._parallel.ranks.is_main:
+            self.model = None
+            return
+        self.model = frozen(self.model, self._config, ALONE if self.is_apart else self._parallel)
+        self.at_hand = on_device(self.model, self._config, self._parallel)
+
+    def logprobs(self, rows: dict[str, Any]) -> dict[str, Tensor]:
+        """Log-probabilities of sampled tokens, as ``reference_logprobs_BT``: (B, T) float32.
+
+        Args:
+            rows: the fields of a pass, and its device.
+        """
+        model = self._policy if self.model is None else self.model
+        dtype = autocast_dtype(self._config)
+        device = rows["device"] or self._parallel.device_of(self._policy)
+        context = WHOLE if self.is_apart else self._parallel.context
+        temperature = self._config.generation.temperature
+        off = adapters_off(model) if self.model is None else nullcontext()
+        with off, torch.autocast(device.type, dtype, enabled=dtype is not None):
+            output = response_logprobs(
+                model, **by_own_routers(rows), temperature=temperature, with_entropies=False, context=context
+            )
+        return {"reference_logprobs_BT": output.logprobs_BT}
+
+
+def by_own_routers(rows: dict[str, Any]) -> dict[str, Any]:
+    """The fields for another model than the one that sampled: its routers choose for themselves."""
+    return {name: value for name, value in rows.items() if name != "routes_BTLE"}
