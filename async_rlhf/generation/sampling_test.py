@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import gammaln, logsumexp
 
 from async_rlhf.types import Group
 
@@ -56,10 +57,9 @@ class SamplingTest:
     """The evidence of the batches so far against the sampler. :meth:`state` keeps it across a resume."""
 
     def __init__(self) -> None:
-        self._all: list[list[int]] = []
-        """For each kind of rank, the count in each bin of [0, 1)."""
-        self._recent: list[list[int]] = []
-        """The same for the batches of this window."""
+        self._all, self._recent = _no_ranks(), _no_ranks()
+        """For each of the two kinds of rank, the count in each bin of [0, 1); and the same for the batches of this
+        window."""
         self._all_classes, self._recent_classes = _no_classes(), _no_classes()
         """For each class, the same in fewer bins."""
         self._last: dict[str, list[float]] = {}
@@ -72,8 +72,8 @@ class SamplingTest:
         """Add a batch.
 
         Args:
-            ranks: of the compared tokens, in [0, 1): a sequence for each way of ordering the vocabulary; empty if
-                nothing of this batch was compared. It then counts for the bet on copies alone.
+            ranks: of the compared tokens, in [0, 1): a sequence for each of two ways of ordering the vocabulary; empty
+                if nothing of this batch was compared. It then counts for the bet on copies alone.
             groups: all completions of the batch.
             tokens: where the compared ones are; without them there are no bets on classes.
 
@@ -82,20 +82,19 @@ class SamplingTest:
         """
         if ranks:
             if self._batches % WINDOW == 0:
-                self._recent, self._recent_classes, self._copies = [], _no_classes(), 0.0
+                self._recent, self._recent_classes, self._copies = _no_ranks(), _no_classes(), 0.0
             self._batches += 1
-            for counts in (self._all, self._recent):
-                if not counts:
-                    counts += [[0] * BINS for _ in ranks]
-                for counts_of_one, values in zip(counts, ranks, strict=True):
-                    for value in values:
-                        counts_of_one[min(int(value * BINS), BINS - 1)] += 1
-            for i, token in enumerate(tokens):
-                found = [(number, ranks[0][i]) for number in _classes_of(token)]
-                distance = self._distance(token, ranks[-1][i])
-                for number, value in found if distance is None else [*found, (-1, distance)]:
-                    for counts in (self._all_classes, self._recent_classes):
-                        counts[number][min(int(value * _CLASS_BINS), _CLASS_BINS - 1)] += 1
+            ranks_KN = np.asarray(ranks, dtype=np.float64)
+            for kind, ranks_N in enumerate(ranks_KN):
+                _count((self._all, self._recent), np.full(len(ranks_N), kind), ranks_N)
+            if tokens:
+                prompts_N, _, positions_N = np.asarray(tokens).T
+                both = self._all_classes, self._recent_classes
+                # By position, each class twice as long as the one before, and by prompt.
+                _count(both, np.minimum(np.frexp(positions_N)[1], _CLASSES - 1), ranks_KN[0])
+                _count(both, _CLASSES + prompts_N % _CLASSES, ranks_KN[0])
+                distances = np.asarray(self._distances(tokens, ranks_KN[-1].tolist()))
+                _count(both, np.full(len(distances), -1), distances)
         self._copies += _bet_on_copies(groups)
         window = max(0, self._batches - 1) // WINDOW + 1
         # All windows together have the false-alarm chance of one: the sum of 1 / w^2 is pi^2 / 6.
@@ -103,22 +102,25 @@ class SamplingTest:
         recent = _not_uniform(self._recent, self._recent_classes)
         return max(_not_uniform(self._all, self._all_classes), recent - handicap, self._copies - handicap)
 
-    def _distance(self, token: Where, rank: float) -> float | None:
-        """From the last rank in this place, round the circle, as a share of the longest; uniform if the rank is."""
-        place = f"{token.prompt}.{token.sample}"
-        if token.position >= _TOKENS or (place not in self._last and len(self._last) == _ROWS):
-            return None
-        last = self._last.setdefault(place, [-1.0] * _TOKENS)
-        before, last[token.position] = last[token.position], round(rank, 3)
-        way = abs(rank - before)
-        return None if before < 0 else 2 * min(way, 1 - way)
+    def _distances(self, tokens: Sequence[Where], ranks: Sequence[float]) -> list[float]:
+        """From the last rank in the same place, round the circle, as shares of the longest; uniform if ranks are."""
+        found = []
+        for token, rank in zip(tokens, ranks, strict=True):
+            place = f"{token.prompt}.{token.sample}"
+            if token.position >= _TOKENS or (place not in self._last and len(self._last) == _ROWS):
+                continue
+            last = self._last.setdefault(place, [-1.0] * _TOKENS)
+            before, last[token.position] = last[token.position], round(rank, 3)
+            way = abs(rank - before)
+            found += [] if before < 0 else [2 * min(way, 1 - way)]
+        return found
 
     def state(self) -> dict[str, Any]:
         """The state, for JSON."""
         return {
-            "all": self._all,
-            "recent": self._recent,
-            "classes": [self._all_classes, self._recent_classes],
+            "all": self._all.tolist(),
+            "recent": self._recent.tolist(),
+            "classes": [self._all_classes.tolist(), self._recent_classes.tolist()],
             "last": self._last,
             "copies": self._copies,
             "batches": self._batches,
@@ -126,47 +128,53 @@ class SamplingTest:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned. Bettors that an older version did not have begin anew."""
-        self._all, self._recent = state["all"], state["recent"]
-        self._all_classes, self._recent_classes = state.get("classes") or (_no_classes(), _no_classes())
+        # An older version had no bins before the first comparison.
+        self._all, self._recent = (np.asarray(state[key]) if state[key] else _no_ranks() for key in ("all", "recent"))
+        self._all_classes, self._recent_classes = map(
+            np.asarray, state.get("classes") or (_no_classes(), _no_classes())
+        )
         self._last = state.get("last", {})
         self._copies, self._batches = state["copies"], state["batches"]
 
 
-def _classes_of(token: Where) -> list[int]:
-    """By position, each class twice as long as the one before, and by prompt."""
-    return [min(token.position.bit_length(), _CLASSES - 1), _CLASSES + token.prompt % _CLASSES]
+def _no_ranks() -> np.ndarray:
+    """No counts of either kind of rank."""
+    return np.zeros((2, BINS), dtype=np.int64)
 
 
-def _no_classes() -> list[list[int]]:
+def _no_classes() -> np.ndarray:
     """No counts: of classes by position, of classes by prompt, and of distances."""
-    return [[0] * _CLASS_BINS for _ in range(2 * _CLASSES + 1)]
+    return np.zeros((2 * _CLASSES + 1, _CLASS_BINS), dtype=np.int64)
 
 
-def _not_uniform(counts: Sequence[Sequence[int]], counts_of_classes: Sequence[Sequence[int]]) -> float:
+def _count(all_counts: Sequence[np.ndarray], rows_N: np.ndarray, values_N: np.ndarray) -> None:
+    """Add values in [0, 1) to the bins of these rows."""
+    for counts_CB in all_counts:
+        bins = counts_CB.shape[1]
+        np.add.at(counts_CB, (rows_N, np.minimum((values_N * bins).astype(np.int64), bins - 1)), 1)
+
+
+def _not_uniform(counts_KB: np.ndarray, counts_CB: np.ndarray) -> float:
     """log10 of the mean wealth of bettors, one per partition of [0, 1), that learn where the ranks fall."""
-    whole, of_classes = _log_mean_gain(counts), _log_mean_gain(counts_of_classes)
-    return _log_sum([math.log(1 - _ON_CLASSES) + whole, math.log(_ON_CLASSES) + of_classes]) / math.log(10)
+    whole, of_classes = _log_mean_gain(counts_KB), _log_mean_gain(counts_CB)
+    return float(logsumexp([math.log(1 - _ON_CLASSES) + whole, math.log(_ON_CLASSES) + of_classes])) / math.log(10)
 
 
-def _log_mean_gain(counts: Sequence[Sequence[int]]) -> float:
-    partitions = ((one, bins) for one in counts for bins in _PARTITIONS if bins <= len(one))
-    logs = [_log_gain(_merged(one, bins)) if any(one) else 0.0 for one, bins in partitions]
-    return _log_sum(logs) - math.log(len(logs)) if logs else 0.0
+def _log_mean_gain(counts_CB: np.ndarray) -> float:
+    """Log of the mean gain of the bettors on each row of counts, one for each partition."""
+    rows, most = counts_CB.shape
+    gains = [_log_gains(counts_CB.reshape(rows, bins, -1).sum(axis=2)) for bins in _PARTITIONS if bins <= most]
+    return float(logsumexp(gains)) - math.log(rows * len(gains))
 
 
-def _merged(counts: Sequence[int], bins: int) -> list[int]:
-    size = len(counts) // bins
-    return [sum(counts[i * size : (i + 1) * size]) for i in range(bins)]
-
-
-def _log_gain(counts: Sequence[int]) -> float:
-    """Log of the product of m q(bin) over all ranks: m bins, q what the bettor has learnt from the ranks before.
+def _log_gains(counts_CM: np.ndarray) -> np.ndarray:
+    """(C,): log of the product of m q(bin) over all ranks: m bins, q what a bettor has learnt from the ranks before.
 
     Each bin starts at 1/2 (Krichevsky and Trofimov, 1981). The order does not matter, so the counts are enough.
     """
-    bins, total = len(counts), sum(counts)
-    gain = math.lgamma(bins / 2) - math.lgamma(total + bins / 2) + total * math.log(bins)
-    return gain + sum(math.lgamma(count + 0.5) - math.lgamma(0.5) for count in counts)
+    bins, total_C = counts_CM.shape[1], counts_CM.sum(axis=1)
+    gains_C = gammaln(bins / 2) - gammaln(total_C + bins / 2) + total_C * math.log(bins)
+    return gains_C + (gammaln(counts_CM + 0.5) - gammaln(0.5)).sum(axis=1)
 
 
 def _bet_on_copies(groups: Sequence[Group]) -> float:
@@ -188,10 +196,5 @@ def _bet_on_copies(groups: Sequence[Group]) -> float:
     kept = math.log1p(-_STAKE)
     if not copies:
         return kept / math.log(10)
-    won = math.log(_STAKE) + _log_sum(copies) - math.log(pairs)
-    return _log_sum([kept, won]) / math.log(10)
-
-
-def _log_sum(logs: Sequence[float]) -> float:
-    largest = max(logs)
-    return largest + math.log(sum(math.exp(x - largest) for x in logs))
+    won = math.log(_STAKE) + float(logsumexp(copies)) - math.log(pairs)
+    return float(logsumexp([kept, won])) / math.log(10)

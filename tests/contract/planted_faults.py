@@ -101,9 +101,8 @@ class HereGenerator(RemoteGenerator):
 
     def _wait(self, seconds: float) -> bool:
         worker = self.workers[0]
-        reply = worker.handler.answer(worker.open[0])
-        self._accept(worker, self.taken(worker, reply), reply)
-        return True
+        self._take(worker, worker.handler.answer(worker.open[0]))
+        return super()._wait(seconds)
 
     def sample(self, batch: int) -> Batch:
         self.submit(batch, batch - 1, prompts_of(batch))

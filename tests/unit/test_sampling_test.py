@@ -202,8 +202,8 @@ def test_state_goes_through_json_and_goes_on_as_before():
 
 def test_the_end_of_the_last_bin_belongs_to_it():
     evidence = SamplingTest()
-    evidence.add([[0.0, 1.0 - 2**-54, 1.0]], [])
-    assert evidence.state()["all"] == [[1] + [0] * (BINS - 2) + [2]]
+    evidence.add([[0.0, 1.0 - 2**-54, 1.0], [0.0] * 3], [])
+    assert evidence.state()["all"] == [[1] + [0] * (BINS - 2) + [2], [3] + [0] * (BINS - 1)]
 
 
 @pytest.mark.parametrize("runs", [100, rare(400)])
