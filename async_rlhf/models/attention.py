@@ -51,20 +51,20 @@ def _attention(
     """
     heads = query_BHTD, key_BHTD, value_BHTD
     if prefixes is not None:
-        if options.get("sliding_window"):
-            raise NotImplementedError("attention with a window does not read keys and values that rows share")
+        if options.get("sliding_window") or options.get("softcap"):
+            raise NotImplementedError("attention with a window or a cap does not read keys and values that rows share")
         layer: Any = module
         scale = options.get("scaling") or query_BHTD.shape[-1] ** -0.5
         return prefixes.attend(layer.layer_idx, *heads, attention_mask, scale), None
     if forest is None:
-        return sdpa_attention_forward(module, *heads, attention_mask, **options)
+        return _in_one_call(module, *heads, attention_mask, **options), None
     window = options.pop("sliding_window", None) or None  # some models say 0 for none
     if torch.is_autocast_enabled(query_BHTD.device.type):  # casts for its own operations alone, the kernel is not one
         dtype = torch.get_autocast_dtype(query_BHTD.device.type)
         heads = query_BHTD.to(dtype), key_BHTD.to(dtype), value_BHTD.to(dtype)
     if forest.context.size > 1:
         return _exchanged(module, heads, forest, sliding_window=window, **options), None
-    if len(query_BHTD) == 1 and _has_kernel(heads[0], heads[2]):
+    if len(query_BHTD) == 1 and _has_kernel(heads[0], heads[2]) and options.get("softcap") is None:
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in heads)
         sees, grouped = (-1 if window is None else window - 1, 0), query.shape[1] != key.shape[1]
         attend = partial(_by_kernel, forest, scale=options.get("scaling"), window_size=sees, enable_gqa=grouped)
@@ -108,8 +108,33 @@ def _in_calls(module: Any, heads: _Heads, forest: Forest, window: int | None, **
         if pieces := forest.pieces(forest.calls[number]):
             own = [torch.cat([*(part[n] for n in pieces), last], 2) for part, last in zip(outside, own, strict=True)]
         mask = forest.mask(number, window, query.dtype)
-        found.append(sdpa_attention_forward(module, query, *own, mask, **options)[0])
+        found.append(_in_one_call(module, query, own[0], own[1], mask, **options))
     return torch.cat(found, dim=1)  # of one, too: compiled code distinguishes views
+
+
+def _in_one_call(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attention (B, T, H, D). transformers' function leaves out a soft cap on the scores, which Gemma 2 has."""
+    if softcap is None:
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+    heads, (length, keys) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    key, value = (part.repeat_interleave(heads, dim=1) for part in (key, value))
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    scores_BHTS = softcap * torch.tanh(query @ key.mT * (scale / softcap))
+    if mask is None and length > 1 and getattr(module, "is_causal", True):
+        mask = torch.ones(length, keys, dtype=torch.bool, device=query.device).tril(keys - length)
+    if mask is not None:
+        hidden = torch.finfo(scores_BHTS.dtype).min
+        scores_BHTS = scores_BHTS.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores_BHTS + mask
+    exact = torch.promote_types(scores_BHTS.dtype, torch.float32)
+    return (scores_BHTS.softmax(dim=-1, dtype=exact).to(value.dtype) @ value).transpose(1, 2)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

@@ -264,7 +264,9 @@ def test_keys_that_are_copied_for_the_kernel_are_not_kept_for_the_backward_pass(
 
 def test_attention_with_a_window_reads_no_keys_that_rows_share():
     heads = (torch.zeros(1, 2, 1, 8),) * 3
-    with pytest.raises(NotImplementedError, match="with a window does not read keys and values that rows share"):
+    with pytest.raises(
+        NotImplementedError, match="with a window or a cap does not read keys and values that rows share"
+    ):
         attention._attention(nn.Module(), *heads, None, prefixes=object(), sliding_window=8)
 
 

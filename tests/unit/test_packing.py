@@ -16,6 +16,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.config import ConfigError
+from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models import attention, packing
 from async_rlhf.models.forward import (
     end_values,
@@ -26,6 +28,7 @@ from async_rlhf.models.forward import (
 )
 from async_rlhf.models.kernels import compile_blocks
 from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle, require_shared
+from async_rlhf.types import Prompt
 
 LENGTHS_B = torch.tensor([30, 7, 19, 3, 12])
 PROMPTS_B = torch.tensor([10, 3, 18, 1, 12])
@@ -245,6 +248,35 @@ def test_a_window_of_no_tokens_is_none():
     model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(hf.Qwen2MoeConfig(**sizes("llama"))), rows()
     assert model.config.sliding_window == 0
     require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
+
+
+def test_a_soft_cap_on_the_scores_of_attention_is_kept():
+    """As transformers' eager attention has it: padded, packed and sampled."""
+    torch.manual_seed(0)
+    options = {**sizes("llama"), "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
+    config = hf.Gemma2Config(**options, attn_logit_softcapping=0.3, initializer_range=0.5)
+    model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(config).double(), rows()
+    found = {}
+    for name in ("eager", "sdpa"):
+        model.set_attn_implementation(name)
+        found[name] = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
+    require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
+    torch.testing.assert_close(found["sdpa"], found["eager"], rtol=1e-6, atol=1e-6)  # its softmax is of float32
+    params = SamplingParams(2, 1.0, 6, (-1,), 0, batch_size=8)
+    ((first, second),) = TransformersEngine(model.float().eval(), params).generate([Prompt(0, 0, (5, 6, 7))])
+    for sample in (first, second):
+        tokens_BT, mask_BT = (
+            torch.from_numpy(sample.tokens)[None].long(),
+            torch.from_numpy(sample.sampled)[None].float(),
+        )
+        packed(model, False)
+        model.set_attn_implementation("eager")
+        expected_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
+        torch.testing.assert_close(torch.from_numpy(sample.logprobs)[None], expected_BT, rtol=0, atol=1e-4)
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    without_BT = response_logprobs(model.double(), *rows(), 1.0).logprobs_BT
+    assert (without_BT - found["eager"]).abs().max() > 0.01
 
 
 def test_rows_are_packed_by_themselves_only_where_tokens_limit_a_pass():
