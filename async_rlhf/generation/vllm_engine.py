@@ -361,13 +361,15 @@ def _options(config: VLLMConfig, on_cpu: bool) -> dict[str, Any]:
 @contextmanager
 def _process_left_alone() -> Iterator[None]:
     """Undo side effects: on a CPU, vLLM replaces torch.set_num_threads by a warning and makes every later child preload
-    its OpenMP, but the learner may be in the same process.
+    its OpenMP; on a GPU it leaves torch one thread. But the learner may be in the same process.
     """
-    before, preloaded = torch.set_num_threads, os.environ.get("LD_PRELOAD")
+    before, threads, preloaded = torch.set_num_threads, torch.get_num_threads(), os.environ.get("LD_PRELOAD")
     try:
         yield
     finally:
         torch.set_num_threads = before
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         os.environ.pop("LD_PRELOAD", None)
         if preloaded is not None:
             os.environ["LD_PRELOAD"] = preloaded
@@ -418,7 +420,7 @@ def several_processes(number: int, threads: int | None) -> Iterator[dict[str, An
     """
     from vllm import envs
 
-    environment: dict[str, str | None] = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    environment: dict[str, str | None] = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if threads is not None:
         environment |= threads_of_each(number, threads)
     envs.disable_envs_cache()  # an engine before this one has read them

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.reduction import DupFd
@@ -63,7 +63,9 @@ class BackgroundThread:
     """Does work in order. After an error nothing more is done, and :meth:`require` raises it."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
+        # A thread begins on GPU 0, where whatever it does there would open a context for this rank, too.
+        here = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+        self._pool = ThreadPoolExecutor(1, name, here)
         self._failure: BaseException | None = None
         self.began: float | None = None
         """When the first work began since this was last set to None, on the monotonic clock."""
@@ -171,6 +173,8 @@ def pinned(memory: Tensor) -> Iterator[None]:
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
         size = memory.nbytes / 1e9
+        with suppress(RuntimeError):  # else whatever the thread does next there raises the error that is pending
+            torch.zeros(1, device="cuda")
         logger.warning("%.3g GB of the host cannot be pinned (CUDA error %d): weights leave more slowly", size, error)
     try:
         yield

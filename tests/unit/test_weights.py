@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.vllm_engine import gpu_environment
-from async_rlhf.models.publish import DeviceRing, SnapshotFolder, SnapshotRing
+from async_rlhf.generation.vllm_engine import _process_left_alone, gpu_environment
+from async_rlhf.models.publish import BackgroundThread, DeviceRing, SnapshotFolder, SnapshotRing, pinned
 from async_rlhf.models.weights import checksum, differing, digests, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
 
@@ -158,3 +161,41 @@ def test_tensors_that_differ_are_named(make_policy):
     missing = {name: weights[name] for name in names[7:]}
     found = differing(digests(missing), expected)
     assert found == f"7 of {len(names)} tensors: {', '.join(names[:5])} and 2 more"
+
+
+def test_the_thread_that_publishes_is_on_its_ranks_own_gpu(monkeypatch):
+    """It begins on GPU 0, where it would open a context for every rank."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: seen.append((gpu, threading.current_thread().name)))
+    thread = BackgroundThread("publisher")
+    thread(lambda: seen.append("works")).result()
+    thread.close()
+    assert seen == [(3, "publisher_0"), "works"]
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(monkeypatch, caplog):
+    pending = []
+
+    def register(*_):
+        pending.append("out of memory")
+        return 2
+
+    def touch(*_, device):
+        pending.clear()
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "zeros", touch)
+    with pinned(torch.ones(4)):
+        assert not pending
+    assert "cannot be pinned (CUDA error 2)" in caplog.text
+
+
+def test_a_start_of_vllm_leaves_torch_its_threads():
+    """On a GPU it sets one thread, for the learner in the same process, too."""
+    threads = torch.get_num_threads()
+    with _process_left_alone():
+        torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads

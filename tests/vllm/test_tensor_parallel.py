@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import PARAMS, descendants, new_policy, processes, prompts_of
 
+import async_rlhf
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import GeneratorError
@@ -74,3 +77,13 @@ def test_two_processes_sample_what_one_does_and_end_together(engine, make_args):
         with pytest.raises(GeneratorError, match=r"generator process 0 lost a process of vLLM's: .* after 0 restarts"):
             collected(generator, policy, 3, 2)
         assert not both & processes().keys()
+
+
+def test_every_variable_of_vllms_that_is_set_exists():
+    """A name of one's own would be ignored: on a GPU, where vLLM forks unless it is told not to."""
+    from vllm import envs
+
+    texts = [path.read_text(encoding="utf-8") for path in Path(async_rlhf.__file__).parent.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'"(VLLM_[A-Z0-9_]+)"', text)}
+    assert "VLLM_WORKER_MULTIPROC_METHOD" in named
+    assert named <= set(envs.environment_variables)
