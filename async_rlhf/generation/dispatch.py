@@ -41,6 +41,8 @@ class Worker:
         """How often it was started; what comes from an earlier start is ignored."""
         self.since = 0.0
         """When its silence may have begun."""
+        self.started: float | None = None
+        """When it was started, on the monotonic clock, where that takes long."""
 
     def arrive(self, answer: Answer, start: int | None = None) -> None:
         """Hand over what came from it, or from an earlier start."""

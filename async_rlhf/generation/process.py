@@ -7,6 +7,7 @@ samples again what it had; the weights are still in the ring.
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import tempfile
 import threading
@@ -30,6 +31,8 @@ from async_rlhf.generation.worker import run_worker
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.publish import DeviceRing, SnapshotRing, Snapshots
 from async_rlhf.system.subprocesses import NO_RANK, context_of, hang_up, start_process
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessGenerator(RemoteGenerator):
@@ -116,6 +119,9 @@ class ProcessWorker(Worker):
             name=f"generator-{self.number}",
             daemon=self._arguments[0].gpus == 1,  # else vLLM starts processes of its own there
         )
+        if self._arguments[0].engine == "vllm":
+            self.started = self.since
+            logger.info("%s: vLLM is starting, which takes minutes while it compiles for the first time", self.label)
         start_process(process, self.label, self._method, self._environment)
         self.process, self._pipe = process, pipe
         theirs.close()  # only the worker holds it now, so its death ends our read

@@ -161,6 +161,8 @@ class Supervisor:
             self._on_reply(worker, answer)
             self._dismiss_if_idle(worker)
         elif isinstance(answer, Ready):
+            if worker.started is not None:
+                logger.info("%s is ready after %.0f s", worker.label, time.monotonic() - worker.started)
             if worker not in self._stopping:
                 self.dispatcher.join(worker)
         elif isinstance(answer, BaseException):

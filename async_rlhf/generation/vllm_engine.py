@@ -12,12 +12,13 @@ import importlib.metadata
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from itertools import count
 from multiprocessing import util
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from xxhash import xxh3_128
 
 from async_rlhf.config import ConfigError, VLLMConfig
 from async_rlhf.config.base import require
@@ -38,6 +40,7 @@ from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_
 from async_rlhf.models.adapters import write_adapter
 from async_rlhf.models.publish import Region, SharedTensors, layout, mapped_at, nameless_file, pinned, tensors_in
 from async_rlhf.models.weights import digests
+from async_rlhf.system.files import cache_folder
 from async_rlhf.system.subprocesses import started_within
 from async_rlhf.types import Prompt, RouteShape, Sample
 
@@ -278,18 +281,13 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
     right = f"must divide the {heads} heads of the model's attention"
     require(heads % gpus == 0, "generation.vllm.tensor_parallel_size", gpus, right)
     with ExitStack() as stack:
-        empty = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(_process_left_alone())
         stack.enter_context(_class_left_alone(spec.model_class))
         threads = (spec.num_threads or torch.get_num_threads()) if on_cpu else None
         parallel = {} if gpus == 1 else stack.enter_context(several_processes(gpus, threads))
-        if spec.base is None:
-            config = copy.deepcopy(spec.config)
-            config.architectures = [spec.model_class.__name__]
-            config.save_pretrained(empty)
         try:
             return LLM(
-                spec.base or empty,
+                spec.base or str(folder_of(spec)),
                 load_format="dummy" if spec.base is None else "auto",
                 trust_remote_code=spec.brings_code,
                 skip_tokenizer_init=True,
@@ -320,6 +318,27 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
             gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # still enough after rounding down to two digits
             right = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
             raise ConfigError(f"generation.vllm.kv_cache_gb: got {kv_cache_gb}; {right}") from error
+
+
+def folder_of(spec: ModelSpec) -> Path:
+    """The folder of a model without weights, in the cache, named by what is in it: vLLM finds what it has compiled
+    before by the model's name.
+    """
+    config, cache = copy.deepcopy(spec.config), cache_folder() / "vllm"
+    config.architectures = [spec.model_class.__name__]
+    cache.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=cache))
+    try:
+        config.save_pretrained(made)
+        digest = xxh3_128()
+        for file in sorted(path for path in made.rglob("*") if path.is_file()):
+            digest.update(f"{file.relative_to(made)} ".encode() + file.read_bytes())
+        folder = cache / digest.hexdigest()
+        with suppress(OSError):  # another process has made it
+            made.rename(folder)
+        return folder
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _least_kv_cache_gb(spec: ModelSpec, on_cpu: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.vllm_engine import _process_left_alone, gpu_environment
+from async_rlhf.generation.vllm_engine import _process_left_alone, folder_of, gpu_environment
 from async_rlhf.models.publish import BackgroundThread, DeviceRing, SnapshotFolder, SnapshotRing, pinned
 from async_rlhf.models.weights import checksum, differing, digests, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
@@ -199,3 +201,16 @@ def test_a_start_of_vllm_leaves_torch_its_threads():
     with _process_left_alone():
         torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads
+
+
+def test_vllm_finds_what_it_has_compiled_by_the_name_of_a_models_folder(make_policy, tmp_path, monkeypatch):
+    """It is the same at every start, another for another model, and nothing else is left."""
+    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path))
+    policy = make_policy()
+    spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
+    folder = folder_of(spec)
+    assert folder_of(spec) == folder
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["GPTNeoXForCausalLM"]
+    policy.config.layer_norm_eps *= 2
+    assert folder_of(spec) != folder
+    assert len(list((tmp_path / "vllm").iterdir())) == 2

@@ -52,8 +52,9 @@ def same_but_for_rounding(batch: Batch, engine: object, policy: torch.nn.Module,
     return True
 
 
-def test_two_processes_sample_what_one_does_and_end_together(engine, make_args):
+def test_two_processes_sample_what_one_does_and_end_together(engine, make_args, caplog):
     """Weights come from the shared snapshots; each process proves them, and the probe and the draws agree."""
+    caplog.set_level("INFO", "async_rlhf")
     args = make_args(
         generation={
             "placement": "process",
@@ -71,6 +72,9 @@ def test_two_processes_sample_what_one_does_and_end_together(engine, make_args):
             assert same_but_for_rounding(batch, engine, policy, version)
             assert 0 <= batch.metrics["weights/probe_difference"] < 1e-5
             assert 0 < batch.metrics["engine/logprob_difference"] < 1e-5
+        said = [record.message for record in caplog.records if record.message.startswith("generator 0")]
+        assert said[0].startswith("generator 0: vLLM is starting")
+        assert re.fullmatch(r"generator 0 is ready after \d+ s", said[1])
         both = ranks(generator)
         assert len(both) == 2
         os.kill(max(both), signal.SIGKILL)
