@@ -53,8 +53,12 @@ class _Lock:
         self.descriptor = self._take()
         me = {"host": socket.gethostname(), "pid": os.getpid(), "token": uuid.uuid4().hex}
         self._text, self._pid = json.dumps(me), os.getpid()
-        os.ftruncate(self.descriptor, 0)
-        os.write(self.descriptor, self._text.encode())
+        try:
+            os.ftruncate(self.descriptor, 0)
+            os.write(self.descriptor, self._text.encode())
+        except OSError:  # such as a full disk: nobody would ever let go of it
+            os.close(self.descriptor)
+            raise
 
     def _take(self) -> int:
         """The descriptor of the file, locked.

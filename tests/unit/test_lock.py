@@ -183,6 +183,17 @@ def test_a_holder_that_was_killed_and_still_frees_its_memory_is_waited_for(path,
     take(path).release()
 
 
+def test_a_lock_that_cannot_be_written_is_let_go(path, monkeypatch):
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+        full.setattr(os, "write", _refuse)
+        take(path)
+    take(path).release()
+
+
+def _refuse(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.rare
 def test_of_many_at_once_one_takes_over_a_dead_ones(path, tmp_path):
     """Eight processes, again and again, on the lock of a dead one."""
