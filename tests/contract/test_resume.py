@@ -360,12 +360,18 @@ def test_a_checkpoint_of_another_format_is_refused(make_policy, tokenizer, promp
         run(make_policy, tokenizer, prompts, make_args("anew", resume_from=str(copy)))
 
 
-@pytest.mark.parametrize("used", [{}, {"curriculum": 0.8}, {"feedback.ask": "compare"}])
+IN_FLIGHT = {"generation.in_flight": True, "staleness_mode": "bounded"}
+
+
+@pytest.mark.parametrize(
+    "used", [{}, IN_FLIGHT, {"staleness_mode": "bounded"}, {"curriculum": 0.8}, {"feedback.ask": "compare"}]
+)
 def test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on(
     make_policy, tokenizer, prompts, make_args, used
 ):
     """As an earlier version of the package has written it."""
-    args = make_args(save_steps=2)
+    options = {"generation": {"in_flight": used is IN_FLIGHT}, "staleness": 1}
+    args = make_args(save_steps=2, **options)
     run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
     checkpoint, copy = Path(args.output_dir) / "checkpoint-2", Path(args.output_dir).parent / "earlier"
     state = json.loads((checkpoint / "resume" / "state.json").read_text())
@@ -374,8 +380,8 @@ def test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on(
     (checkpoint / "resume" / "state.json").write_text(json.dumps(state))
     (checkpoint / "manifest.json").unlink()
     write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
-    args = make_args("anew", resume_from=str(copy))
-    if not used:
+    args = make_args("anew", resume_from=str(copy), **options)
+    if used in ({}, IN_FLIGHT):
         assert run(make_policy, tokenizer, prompts, args)[0].callbacks.state.global_step == args.num_batches
         return
     ((key, value),) = used.items()
