@@ -43,7 +43,7 @@ TESTS = {
     "system.lock": "unit/test_lock.py",
     "rewards.scorer": "unit/test_scoring.py unit/test_samples.py unit/test_early_rewards.py"
     " unit/test_killable_rewards.py -k 'test_scoring and not hanging and not limit and not too_late"
-    " and not (took and 0) or test_samples or what_may or batches_wait or that_waited or of_parts or restored_by"
+    " and not (took and 0) or test_samples or what_may or has_drawn or of_parts or restored_by"
     " or see_them_all or fit_a_file or cannot_be_stopped or with_ray'",
     "run.checkpoint": "unit/test_samples.py"
     " contract/test_resume.py::test_servers_may_move_but_not_multiply"

@@ -87,7 +87,7 @@ class ChatConfig(Checked):
     the tokenizer's chat template; needs ``pip install 'async-rlhf[renderers]'``."""
     now: str | None = key(None, _TIME, may_change="a checkpoint has the time of its run")
     """The time that templates see which write today's date; null for the start of the command, or of the run that is
-    resumed, replayed or explained."""
+    resumed or explained."""
 
     def time_of(self, started: str | None = None) -> datetime:
         """The time that templates see, in a run that started then; None for one that starts now."""

@@ -1,4 +1,4 @@
-"""Configuration of online training as a command, of its replay, and of the explanation of one of its updates."""
+"""Configuration of online training as a command."""
 
 from __future__ import annotations
 
