@@ -155,13 +155,13 @@ class EarlyResults(Generic[Judged]):
                     if job is None or not job.done.set_running_or_notify_cancel():
                         continue
                     self._before = capture()
-                self._do(job, trace)
+                self._do(job, trace, ended)
 
     def _possible(self) -> _Job[Judged] | None:
         """What can be judged next, before its turn."""
         return next((job for job in self._all() if job.is_waiting), None)
 
-    def _do(self, job: _Job[Judged], trace: Trace | None) -> None:
+    def _do(self, job: _Job[Judged], trace: Trace | None, ended: threading.Event) -> None:
         started = time.monotonic()
         outcome: Callable[[], None]
         try:
@@ -170,7 +170,8 @@ class EarlyResults(Generic[Judged]):
             outcome = partial(job.done.set_exception, error)
         with self._changed:
             assert self._before is not None
-            if self._functions and not equal(self._before, capture()):
+            # Once the run has ended, the generators are somebody else's.
+            if self._functions and not ended.is_set() and not equal(self._before, capture()):
                 restore(*self._before)
                 self._draws = job.drew = True
                 for other in self._all():

@@ -297,6 +297,20 @@ def test_completions_that_were_sampled_again_draw_what_the_first_ones_drew():
         assert asked == [groups[0], others, groups[1], groups[2]]
 
 
+def test_what_is_judged_beyond_the_end_takes_nothing_back():
+    """Whoever draws then draws on, such as the next run of the same process."""
+    goes_on, judged = threading.Event(), threading.Event()
+    rewards = EarlyResults(lambda _: (judged.set(), goes_on.wait(60)), name="beyond")
+    with rewards.running(None):
+        rewards.begin(1, 0, (Group(Prompt(0, 0, (1,)), ()),), 1)
+        judged.wait(60)
+        (thread,) = (each for each in threading.enumerate() if each.name == "early beyond")
+    drawn = random.random()
+    goes_on.set()
+    thread.join(60)
+    assert random.random() != drawn
+
+
 def test_only_the_very_completions_that_were_judged_are_taken():
     groups = tuple(Group(Prompt(i, i, (1,)), ()) for i in range(2))
     others = tuple(replace(group, samples=(None,)) for group in groups)  # a share that was sampled again
