@@ -35,6 +35,7 @@ from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import LIMIT, embedded, page
 from async_rlhf.studies.report.idleness import idleness, length, union
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, evaluations_of, read_run
+from async_rlhf.studies.report.tables import overview
 from async_rlhf.studies.report.verdict import verdict
 from async_rlhf.studies.report.warnings import THRESHOLDS, warnings
 
@@ -333,6 +334,16 @@ def test_values_that_are_not_finite_are_missing(copied):
         pytest.approx(row["objective/scores"], rel=1e-5) for row in found.rows if row["batch"] < 6
     ]
     assert {row["batch"] for row in found.samples if "score" not in row} == {6}
+
+
+def test_the_staleness_of_a_run_in_flight_is_at_most_that(copied):
+    run, said = copied["async"], []
+    for in_flight in (False, True):
+        config = yaml.safe_load((run / "run.yml").read_text())
+        config["train"]["generation"]["in_flight"] = in_flight
+        (run / "run.yml").write_text(yaml.safe_dump(config))
+        said += [row for row in overview([read_run(run, "run")])[1] if row[0] == "S, staleness"]
+    assert said == [["S, staleness", "1"], ["S, staleness", "1, at most"]]
 
 
 def test_only_the_metrics_are_needed(copied, tmp_path):

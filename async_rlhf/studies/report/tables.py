@@ -39,7 +39,7 @@ def _facts(run: ReadRun) -> dict[str, str]:
     return {
         "state": f"{STATES[run.state]}, after batch {run.progress}",
         "algorithm": run.algorithm,
-        "S, staleness": f"{staleness}, at most" if staleness and get("in_flight") else staleness,
+        "S, staleness": f"{staleness}, at most" if staleness and get("generation.in_flight") else staleness,
         "model": str(get("model") or ""),
         "parameters": f"{run.parameters:,}" if run.parameters else "",
         "reward": ", ".join(map(str, filter(None, [get("reward_model"), *get("reward_funcs", [])]))),
