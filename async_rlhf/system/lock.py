@@ -50,18 +50,12 @@ class _Lock:
         self._made = [place for place in path.parents if not place.exists()]
         """Folders made for it, the innermost first."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = self._take()
         me = {"host": socket.gethostname(), "pid": os.getpid(), "token": uuid.uuid4().hex}
         self._text, self._pid = json.dumps(me), os.getpid()
-        try:
-            os.ftruncate(self.descriptor, 0)
-            os.write(self.descriptor, self._text.encode())
-        except OSError:  # such as a full disk: nobody would ever let go of it
-            os.close(self.descriptor)
-            raise
+        self.descriptor = self._take()
 
     def _take(self) -> int:
-        """The descriptor of the file, locked.
+        """The descriptor of the file, locked, which says who has it.
 
         Raises:
             InUseError: another process has locked it.
@@ -72,6 +66,8 @@ class _Lock:
             try:
                 # Its last holder may have deleted it meanwhile.
                 if _locked(descriptor, fcntl.LOCK_EX) and _is_file(descriptor, self.path):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, self._text.encode())
                     return os.dup(descriptor)
                 _require_patience(self.path, self.key, self.folder, began)
             finally:
