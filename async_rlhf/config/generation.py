@@ -227,10 +227,6 @@ class GenerationConfig(TruncationConfig):
         """How many processes or servers share the prompts of a batch."""
         return len(self.urls) or self.workers
 
-    def requests(self, prompts: int) -> int:
-        """How many requests a batch of so many prompts makes."""
-        return self.shares if self.prompts_per_request is None else -(-prompts // self.prompts_per_request)
-
 
 def _is_url(text: str) -> bool:
     try:

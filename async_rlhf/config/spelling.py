@@ -58,9 +58,9 @@ def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it made use of one.
     """
-    in_flight = saved.get("generation.in_flight")  # which needed staleness_mode "bounded"
     for key, value in saved.items():
-        if dropped(key) and not is_idle(key, value) and not (in_flight and key == "staleness_mode"):
+        needed = key == "staleness_mode" and saved.get("generation.in_flight")  # "bounded", which in flight is still
+        if dropped(key) and not is_idle(key, value) and not needed:
             raise ConfigError(f"{key}: the earlier run has {value!r}; {dropped(key)}")
     return {key: value for key, value in saved.items() if not dropped(key)}
 

@@ -44,7 +44,7 @@ def test_scores_are_shares_of_the_scale(make, tmp_path):
         assert len(server.requests) == 5  # ("q", "x") once
         again = make(url, lowest=1, highest=10)
         assert again(PROMPTS, COMPLETIONS) == make(url)(PROMPTS, COMPLETIONS)
-    assert make(url)(PROMPTS, COMPLETIONS) == again(PROMPTS, COMPLETIONS)  # nobody is there: a run that is repeated needs no judge
+    assert make(url)(PROMPTS, COMPLETIONS) == again(PROMPTS, COMPLETIONS)  # nobody is there: none is needed
     assert len(server.requests) == 5
     said = json_rows(tmp_path / "judge.jsonl")
     assert {(one["model"], one["prompt_tokens"]) for one in said} == {("m-1", 7)}
