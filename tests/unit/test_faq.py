@@ -46,7 +46,7 @@ def test_an_error_is_as_the_page_says(words, error, tiny, tmp_path, monkeypatch,
     for name, text in {"rows.jsonl": '{"question": "1 + 1"}', "chats.jsonl": CHAT, "rewards.py": REWARD}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     if "output_dir full" in words:
-        monkeypatch.setattr(os, "fsync", no_room)
+        monkeypatch.setattr(os, "write", no_room)  # who holds the lock is written first
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(words))
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("async-rlhf ")]
