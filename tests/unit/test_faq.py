@@ -25,7 +25,7 @@ REWARD = """def score(prompts, completions, **columns):
 """
 
 
-def no_room(_file):
+def no_room(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
