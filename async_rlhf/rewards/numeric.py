@@ -18,10 +18,13 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
 _SPACE = "[ \N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}]"
 # 10 000. But after another number it is part of a list: 1984 100 200.
-_SPACED = rf"(?<![0-9.,])(?<![0-9]{_SPACE})[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}}(?![0-9]))++"
+_GROUP = rf"{_SPACE}[0-9]{{3}}(?![0-9])"
+# All groups that follow. Not the possessive "++", which Python 3.11.0 to 3.11.3 compute wrongly.
+_SPACED = rf"(?<![0-9.,])(?<![0-9]{_SPACE})[1-9][0-9]{{0,2}}(?:{_GROUP})+(?!{_GROUP})"
 # Invalid groups, in which part of a wrong answer could be read as right: 1,000,00 and 1 000 00, 1.000.000, 1.000,50.
 _MALFORMED = (
-    rf"[0-9]{{1,3}}(?:,[0-9]{{3}}(?![0-9]))++,[0-9][0-9,.]*|{_SPACED}(?:,|{_SPACE})[0-9][0-9 ,.]*"
+    rf"[0-9]{{1,3}}(?:,[0-9]{{3}}(?![0-9]))+(?!,[0-9]{{3}}(?![0-9])),[0-9][0-9,.]*"
+    rf"|{_SPACED}(?:,|{_SPACE})[0-9][0-9 ,.]*"
     r"|[0-9]+(?:\.[0-9]+){2}[0-9.,]*|[0-9]{1,3}\.[0-9]{3},[0-9][0-9.,]*|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+){2}[0-9.]*"
 )
 # 90^\circ and 5^{th} are the numbers before them.
