@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from async_rlhf.system.random_state import RandomState, capture, equal, restore
+from async_rlhf.system.random_state import RandomState, capture, equal
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group
+
+logger = logging.getLogger(__name__)
 
 Judged = TypeVar("Judged")
 _LONGEST = 5.0
@@ -27,8 +30,8 @@ class _Job(Generic[Judged]):
     index: int
     groups: Sequence[Group]
     done: Future[Judged] = field(default_factory=Future)
-    drew: bool = False
-    """Whether judging it drew random numbers, which were given back: it has to be judged again, in its turn."""
+    before: RandomState | None = None
+    """The state of the global random generators before it was judged, if numbers were drawn meanwhile."""
 
     @property
     def is_waiting(self) -> bool:
@@ -39,8 +42,9 @@ class _Job(Generic[Judged]):
 class EarlyResults(Generic[Judged]):
     """Judges batches one after the other in a daemon thread, so that a function that hangs keeps nothing from ending.
 
-    Once judging has drawn from the global random generators, all later batches are judged in their turn: what they
-    draw depends on those before.
+    Where functions judge whole batches, the first is judged in its turn, which shows whether they draw from the global
+    random generators. If so, all are: what they draw depends on those before. So they are from where numbers are first
+    drawn later, by a function or by a callback beside it.
 
     Args:
         judge: computes the rewards of groups. It is never called twice at the same time.
@@ -65,7 +69,8 @@ class EarlyResults(Generic[Judged]):
         self._changed = threading.Condition()
         self._jobs: dict[int, dict[int, _Job[Judged]]] = {}
         """By batch and number of the first prompt, in the order in which they came."""
-        self._draws = False
+        self._draws = None if functions and join is None else False
+        """Whether judging draws random numbers; None as long as that is unknown."""
         self._before: RandomState | None = None
         """The state of the global random generators before what is being judged; None if nothing is."""
 
@@ -110,7 +115,8 @@ class EarlyResults(Generic[Judged]):
     def random_state(self) -> RandomState:
         """The state of the global random generators, from which batches draw that have not had their turn yet."""
         with self._changed:
-            return self._before or capture()
+            drawn = [(job.index, job.before) for job in self._all() if job.before is not None]
+            return min(drawn, key=lambda each: each[0])[1] if drawn else self._before or capture()
 
     def of(self, batch: Batch) -> Judged:
         """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
@@ -118,7 +124,8 @@ class EarlyResults(Generic[Judged]):
             jobs = [job for _, job in sorted(self._jobs.get(batch.index, {}).items())]
             given = [id(group.samples) for job in jobs for group in job.groups]
             # What was judged is what the batch has come to, the very same completions.
-            usable = bool(jobs) and given == [id(group.samples) for group in batch.groups]
+            same = bool(jobs) and given == [id(group.samples) for group in batch.groups]
+            usable = same and self._draws is not None
             if not usable:
                 for job in jobs:
                     job.done.cancel()
@@ -127,7 +134,7 @@ class EarlyResults(Generic[Judged]):
                 for job in jobs:
                     with suppress(CancelledError):
                         job.done.exception()
-                if not any(job.drew or job.done.cancelled() for job in jobs):
+                if not any(job.done.cancelled() for job in jobs):
                     judged = [job.done.result() for job in jobs]
                     return judged[0] if self._join is None else self._join(judged)
             with self._alone:
@@ -135,10 +142,20 @@ class EarlyResults(Generic[Judged]):
                 try:
                     return self._judge(batch.groups)
                 finally:
-                    self._draws = self._draws or not equal(before, capture())
+                    self._learn(not equal(before, capture()))
         finally:
             with self._changed:
                 self._jobs.pop(batch.index, None)
+
+    def _learn(self, drew: bool) -> None:
+        """Note whether random numbers were drawn while something was judged."""
+        with self._changed:
+            if drew and not self._draws:
+                logger.info("%s: random numbers are drawn; from here on each batch is judged in its turn", self._name)
+                for job in self._all():
+                    job.done.cancel()
+            self._draws = self._draws or drew
+            self._changed.notify_all()
 
     def _all(self) -> list[_Job[Judged]]:
         return [job for jobs in self._jobs.values() for job in jobs.values()]
@@ -155,13 +172,13 @@ class EarlyResults(Generic[Judged]):
                     if job is None or not job.done.set_running_or_notify_cancel():
                         continue
                     self._before = capture()
-                self._do(job, trace, ended)
+                self._do(job, trace)
 
     def _possible(self) -> _Job[Judged] | None:
         """What can be judged next, before its turn."""
-        return next((job for job in self._all() if job.is_waiting), None)
+        return None if self._draws is None else next((job for job in self._all() if job.is_waiting), None)
 
-    def _do(self, job: _Job[Judged], trace: Trace | None, ended: threading.Event) -> None:
+    def _do(self, job: _Job[Judged], trace: Trace | None) -> None:
         started = time.monotonic()
         outcome: Callable[[], None]
         try:
@@ -170,12 +187,9 @@ class EarlyResults(Generic[Judged]):
             outcome = partial(job.done.set_exception, error)
         with self._changed:
             assert self._before is not None
-            # Once the run has ended, the generators are somebody else's.
-            if self._functions and not ended.is_set() and not equal(self._before, capture()):
-                restore(*self._before)
-                self._draws = job.drew = True
-                for other in self._all():
-                    other.done.cancel()
+            if self._functions and not equal(self._before, capture()):
+                job.before = self._before
+                self._learn(True)
             self._before = None
             outcome()
         if trace is not None:

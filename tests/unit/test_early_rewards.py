@@ -78,7 +78,7 @@ def test_rewards_overlap_training_and_change_nothing(make_policy, tokenizer, pro
     early = asynchronous(make_args, "early", num_epochs=3)
     fast = run(make_policy(), tokenizer, prompts, early, Slow())
     judged = {batch: (start, end) for batch, start, end in spans(early.output_dir, "rewards")}
-    assert sorted(judged) == [1, 2, 3, 4, 5, 6]
+    assert sorted(judged) == [2, 3, 4, 5, 6], "the first one shows whether the function draws random numbers"
     trained = spans(early.output_dir, "train")
     assert any(start < judged[batch + 1][1] and judged[batch + 1][0] < end for batch, start, end in trained[:-1])
     with monkeypatch.context() as patch:
@@ -128,7 +128,7 @@ def test_a_checkpoint_has_the_random_numbers_that_the_next_batch_was_judged_with
 ):
     whole, function = asynchronous(make_args, "whole", save_steps=1), Drawing(0.0)
     lines = run(make_policy(), tokenizer, prompts, whole, function)
-    assert 6 <= len(function.calls) <= 7  # the first batch again, if it was judged early
+    assert len(function.calls) == 6
     again = replace(whole, output_dir=f"{whole.output_dir}-again", resume_from=f"{whole.output_dir}/checkpoint-3")
     random.seed(5)
     found = run(make_policy(), tokenizer, prompts, again, Drawing(0.0))
@@ -180,7 +180,7 @@ def test_random_rewards_are_those_that_are_drawn_in_turn(make_policy, tokenizer,
         held = prompts[:4]
         rows = run(make_policy(), tokenizer, prompts, args, Drawing(0.0), eval_dataset=held, callbacks=callbacks)
         found.append([{k: v for k, v in row.items() if "time/" not in k and k != "eps"} for row in rows])
-        assert bool(spans(args.output_dir, "rewards")) == (name == "early")
+        assert spans(args.output_dir, "rewards") == [], "a function that draws is never called early"
     assert len([row for row in found[0] if "eval_objective/scores" in row]) >= 2
     assert found[0] == found[1]
 
@@ -269,40 +269,74 @@ def test_the_error_of_a_part_is_raised_in_the_turn_of_its_batch(make_policy, tok
     assert [json.loads(line)["batch"] for line in lines] == [1, 2]
 
 
-def test_completions_that_were_sampled_again_draw_what_the_first_ones_drew():
-    """Those after them draw what they would have drawn, in their turn."""
-    groups = [(Group(Prompt(i, i, (1,)), ()),) for i in range(3)]
-    others = (replace(groups[0][0], samples=(None,)),)
-    asked: list[object] = []
+def test_numbers_that_are_drawn_later_are_drawn_in_turn_from_then_on():
+    """A checkpoint meanwhile has the state before them."""
+    groups, others, asked = [(Group(Prompt(i, i, (1,)), ()),) for i in range(5)], threading.Event(), []
 
     def judge(given):
-        asked.append(given)
-        return random.random()
+        number = given[0].prompt.draw
+        asked.append(number)
+        if number == 2:
+            others.wait(60)
+        return random.random() if number >= 2 else 0.0
 
     random.seed(1)
-    expected = [random.random() for _ in range(3)]
-    for _ in range(20):
-        asked.clear()
-        random.seed(1)
-        rewards = EarlyResults(judge)
-        with rewards.running(None):
-            rewards.begin(1, 0, groups[0], 1)
-            rewards.begin(2, 0, groups[1], 1)
-            deadline = time.monotonic() + 60
-            while not asked and time.monotonic() < deadline:
-                time.sleep(0.001)
-            found = [rewards.of(Batch(1, 0, others, 0.0))]
-            found += [rewards.of(Batch(b, 0, groups[b - 1], 0.0)) for b in (2, 3)]
-        assert found == expected
-        assert asked == [groups[0], others, groups[1], groups[2]]
+    expected = [0.0, 0.0, *(random.random() for _ in range(3))]
+    random.seed(1)
+    before, rewards = capture(), EarlyResults(judge)
+    with rewards.running(None):
+        found = [rewards.of(Batch(1, 0, groups[0], 0.0))]
+        for number in (1, 2, 3):
+            rewards.begin(number + 1, 0, groups[number], 1)
+        found.append(rewards.of(Batch(2, 0, groups[1], 0.0)))
+        others.set()
+        deadline = time.monotonic() + 60
+        while equal(before, capture()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert equal(rewards.random_state(), before)
+        found += [rewards.of(Batch(number + 1, 0, groups[number], 0.0)) for number in (2, 3)]
+        rewards.begin(5, 0, groups[4], 1)
+        time.sleep(0.1)
+        assert asked == [0, 1, 2, 3], "nothing before its turn any more"
+        found.append(rewards.of(Batch(5, 0, groups[4], 0.0)))
+    assert found == expected
+
+
+def test_what_a_callback_draws_beside_is_not_drawn_again(caplog):
+    caplog.set_level("INFO", "async_rlhf")
+    begun, goes_on = threading.Event(), threading.Event()
+    goes_on.set()
+    rewards = EarlyResults(lambda _: (begun.set(), goes_on.wait(60)))
+    groups = (Group(Prompt(0, 0, (1,)), ()),)
+    random.seed(1)
+    expected = [random.random() for _ in range(2)]
+    random.seed(1)
+    with rewards.running(None):
+        rewards.of(Batch(1, 0, groups, 0.0))
+        begun.clear()
+        goes_on.clear()
+        rewards.begin(2, 0, groups, 1)
+        assert begun.wait(60)
+        drawn = [random.random()]
+        goes_on.set()
+        rewards.of(Batch(2, 0, groups, 0.0))
+        assert [*drawn, random.random()] == expected
+    assert "rewards: random numbers are drawn; from here on each batch is judged in its turn" in caplog.text
 
 
 def test_what_is_judged_beyond_the_end_takes_nothing_back():
     """Whoever draws then draws on, such as the next run of the same process."""
     goes_on, judged = threading.Event(), threading.Event()
-    rewards = EarlyResults(lambda _: (judged.set(), goes_on.wait(60)), name="beyond")
+    rewards, groups = (
+        EarlyResults(lambda _: (judged.set(), goes_on.wait(60)), name="beyond"),
+        (Group(Prompt(0, 0, (1,)), ()),),
+    )
     with rewards.running(None):
-        rewards.begin(1, 0, (Group(Prompt(0, 0, (1,)), ()),), 1)
+        goes_on.set()
+        rewards.of(Batch(1, 0, groups, 0.0))
+        goes_on.clear()
+        judged.clear()
+        rewards.begin(2, 0, groups, 1)
         judged.wait(60)
         (thread,) = (each for each in threading.enumerate() if each.name == "early beyond")
     drawn = random.random()
@@ -344,7 +378,7 @@ def answers(config) -> tuple[Group, ...]:
 
 
 def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
-    """Not what a function with a state judges; nor what is judged after one has drawn random numbers."""
+    """All but the first batch; not what a function with a state judges."""
     config = asynchronous(make_args, "run")
     early = {(Slow(0.0), 1): True, (Slow(0.0), -2): True, (Stateful(0.0), 1): False}
     early |= {(ByPrompt(0.0), 2): True, (ByPrompt(0.0), -2): True}
@@ -353,6 +387,8 @@ def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
         for function, index in early:
             scorer = Scorer(tokenizer, config, None, [function])
             stack.enter_context(scorer.started())
+            scorer(Batch(99, 0, groups, 0.0))
+            function.calls.clear()
             scorer.begin(index, 0, groups)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and not all(f.calls for (f, _), expected in early.items() if expected):
@@ -363,7 +399,6 @@ def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
 
 
 def test_a_function_that_has_drawn_sees_each_batch_in_its_turn(tokenizer, make_args):
-    """And what it drew before its turn is given back."""
     config, function = asynchronous(make_args, "run"), Drawing(0.0)
     scorer, groups = Scorer(tokenizer, config, None, [function]), answers(config)
     random.seed(1)
@@ -372,20 +407,13 @@ def test_a_function_that_has_drawn_sees_each_batch_in_its_turn(tokenizer, make_a
     function.calls.clear()
     random.seed(1)
     torch.manual_seed(1)
-    before = capture()
     with scorer.started():
-        scorer.begin(1, 0, groups)
-        deadline = time.monotonic() + 10
-        while not function.calls and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        assert equal(scorer.random_state(), before)
         for batch in (1, 2):
             scorer.begin(batch, 0, groups)
             time.sleep(0.3)
             found = scorer(Batch(batch, 0, groups, 0.0)).rewards["Drawing"]
             assert found.tolist() == expected[batch - 1]
-    assert len(function.calls) == 3
+    assert len(function.calls) == 2
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -452,8 +480,13 @@ def test_the_end_waits_for_what_computes_and_not_for_what_may_hang(hangs):
 
     results = EarlyResults(judge, functions=hangs)
     groups = (Group(Prompt(0, (1,), {}), ()),)
+    goes_on.set()
+    results.of(Batch(1, 0, groups, 0.0))
+    for event in (begun, goes_on):
+        event.clear()
+    done.clear()
     with results.running(None):
-        results.begin(1, 0, groups, 1)
+        results.begin(2, 0, groups, 1)
         assert begun.wait(60)
     assert bool(done) is not hangs
     goes_on.set()
