@@ -175,7 +175,7 @@ def test_the_command_says_and_changes_how_many_there_are(train, generators, tmp_
     assert not list((tmp_path / "run").glob("*workers*"))
     code, error = command()
     assert code == 2
-    assert "must be the output folder of a run that is training on this host" in error
+    assert "must be the output folder of a run that is training, with" in error
 
 
 def test_a_worker_that_is_not_there_and_the_last_one_cannot_be_stopped(train, generators):
