@@ -149,7 +149,7 @@ def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, to
     with large_answer(make_policy(), tokenizer, prompts, max_restarts=0) as (generator, stream):
         assert len(generator.collect(1).groups) == 16
         os.kill(generator.workers[0].process.pid, signal.SIGSTOP)
-        generator.config = replace(
+        generator.supervisor._config = replace(
             generator.config, heartbeat_timeout=2.0
         )  # which a busy machine may take for one sign
         generator.submit(2, 0, stream.batch(2, 20_000))

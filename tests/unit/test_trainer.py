@@ -72,7 +72,7 @@ def test_a_run_is_built_whole_and_trains_as_a_trainer_does(make_policy, tokenize
     inputs = Inputs(make_policy(), prompts, reward_funcs=[count_letters], processing_class=tokenizer)
     run = build(args, inputs)
     absent = {item.name for item in fields(run) if getattr(run, item.name) is None}
-    assert absent == {"recorded", "eval_prompts"}
+    assert absent == {"eval_prompts"}
     with pytest.raises(FrozenInstanceError):
         run.learner = None
     assert run.callbacks.state.global_step == run.learner.scheduler.last_epoch // 2 == 3
