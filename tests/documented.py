@@ -111,6 +111,7 @@ ELSEWHERE = {
     "rewards.reward_models:": "tests/unit/test_judged_rewards.py",
     "python benchmarks/algorithms.py": "tests/benchmarks/test_own_processes.py",
     "python benchmarks/seeds.py": "tests/benchmarks/test_benchmarks.py",
+    "python benchmarks/shared_tokens.py": "tests/benchmarks/test_benchmarks.py",
     "python benchmarks/power.py": "tests/unit/test_sweep.py",
     "python scripts/science.py": "tests/unit/test_science.py",
     "python -m pytest tests/unit/test_routing.py": "tests/unit/test_routing.py",
