@@ -1,20 +1,22 @@
 """A process that holds the lock of a folder, as a run does, until it is killed or its input ends.
 
-    python tests/contract/holder.py LOCK [fork]
+    python tests/contract/holder.py LOCK [fork | outlived]
 
-It says "held", or the error. With "fork" a fork of it ends in the ordinary way meanwhile.
+It says "held", or the error. With "fork" a fork of it ends in the ordinary way meanwhile; with "outlived" one lives on
+for a minute, whatever becomes of it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from async_rlhf.system import lock
 
 
-def main(path: Path, forks: bool) -> None:
+def main(path: Path, forks: bool, is_outlived: bool) -> None:
     """Hold it."""
     try:
         held = lock.hold(path, "output_dir", path.parent)
@@ -26,9 +28,12 @@ def main(path: Path, forks: bool) -> None:
         sys.exit()  # with what is done at the exit of an interpreter
     if forks:
         os.wait()
+    if is_outlived and os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
     print("held", flush=True)
     sys.stdin.readline()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "fork" in sys.argv[2:])
+    main(Path(sys.argv[1]), "fork" in sys.argv[2:], "outlived" in sys.argv[2:])

@@ -93,6 +93,31 @@ def test_forks_neither_release_nor_inherit(path, start):
         mine.require()
 
 
+def test_a_fork_that_outlives_a_killed_holder_does_not_keep_its_lock(path, start, monkeypatch):
+    monkeypatch.setattr(lock, "_ENDING_SECONDS", 10.0)
+    process, said = start("outlived")
+    assert said == "held"
+    process.kill()
+    take(path).release()
+
+
+def test_a_file_that_its_last_holder_deletes_meanwhile_is_made_anew(path, monkeypatch):
+    """Between opening and locking it: a lock on a file without a name would keep nobody out."""
+    lock_it = fcntl.flock
+
+    def delete_first(*arguments):
+        monkeypatch.setattr(fcntl, "flock", lock_it)
+        path.unlink()
+        lock_it(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    with take(path) as held:
+        held.require()
+        assert (
+            "is writing there" in subprocess.run([sys.executable, PROGRAM, path], capture_output=True, text=True).stdout
+        )
+
+
 def _try_to_take(path, queue):
     try:
         take(path)
