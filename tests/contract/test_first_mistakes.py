@@ -114,6 +114,7 @@ def test_the_file_of_an_earlier_run_is_read_unless_it_used_what_was_dropped(ask,
 
 def test_a_dropped_key_that_a_run_did_not_use_is_passed_over_in_its_file(capsys):
     lines = [("curriculum: 0.0", False), ("reward_model_bits: null", False), ("curriculum: 0.5", True)]
+    lines += [("staleness_mode: exact", False), ("replay_from: null", False), ("staleness_mode: bounded", True)]
     recipes = [(RECIPE.replace("seed: 1", line), told) for line, told in lines]
     recipes += [(RECIPE.replace("jsonl}", f"jsonl, streaming: {each}}}"), each == "true") for each in ("false", "true")]
     for recipe, told in recipes:

@@ -42,6 +42,17 @@ def test_the_last_versions_are_there_unharmed(make_policy, staleness):
     ring.close()
 
 
+def test_another_model_is_read_anew(make_policy):
+    """What is read is found once for each model."""
+    first, second = make_policy(), make_policy(1)
+    ring = SnapshotRing.for_model(first, torch.float32, 2)
+    for version, model in enumerate((first, second)):
+        ring.publish(model, version)
+        assert ring.published[version] == digests(named_weights(model))
+    assert ring.published[0] != ring.published[1]
+    ring.close()
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_folder_keeps_the_last_versions_as_whole_files(tmp_path, make_policy, staleness):
     policy = make_policy()
