@@ -111,6 +111,13 @@ def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):
     record["train"] |= hub
     (run / "run.yml").write_text(yaml.safe_dump(record))
     assert run_explain(ExplainConfig(str(run), batch=3, top=0))["repeated"]["compared"] == [3, 4, 5, 6]
+    again = Part(run, read_run(str(run)), None, 3, 6, range(0)).config(run.parent).train
+    assert {key: getattr(again, key) for key in hub} == {
+        "push_to_hub": False,
+        "hub_model_id": None,
+        "hub_strategy": "every_save",
+        "hub_private_repo": None,
+    }
 
 
 def test_a_run_that_logged_something_else_is_an_error_that_names_it(train):
