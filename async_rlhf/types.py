@@ -157,6 +157,17 @@ class Sample:
         return self.tokens[self.sampled]
 
     @property
+    def episode(self) -> dict[str, Any]:
+        """What a row of a file says of an episode: its messages, the reward at the end of each answer (None where the
+        environment failed), its metrics. Empty for a sample without an environment.
+        """
+        if self.messages is None or self.rewards is None:
+            return {}
+        ends = self.sampled & ~np.append(self.sampled[1:], False)
+        rewards = [None if np.isnan(reward) else reward for reward in self.rewards[ends].tolist()]
+        return {"messages": list(self.messages), "rewards": rewards, "metrics": dict(self.metrics)}
+
+    @property
     def positions(self) -> np.ndarray:
         """Offset of each drawn token from the first one of its conversation, observations counted: int64. Each further
         conversation begins at a multiple of ``CONVERSATION``.

@@ -47,9 +47,8 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.dispatch import Worker
-from async_rlhf.generation.protocol import Reply, Request, SamplingParams
+from async_rlhf.generation.protocol import Reply, Request, SamplingParams, fingerprint
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.learner import learner as learners
 from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.models import forward

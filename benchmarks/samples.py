@@ -17,8 +17,7 @@ from collections.abc import Callable
 import torch
 from smallest import parse
 
-from async_rlhf.generation.protocol import SamplingParams
-from async_rlhf.generation.validate_response import check_completions
+from async_rlhf.generation.protocol import SamplingParams, check_completions
 from async_rlhf.models.rows import sampled_rows
 from async_rlhf.types import Prompt, Sample, drawn_versions
 

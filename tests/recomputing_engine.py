@@ -12,8 +12,7 @@ from async_rlhf.config.engines import EngineSpec
 from async_rlhf.generation.audit import probe_logprobs
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
-from async_rlhf.generation.sampling import draw_tokens, row_uniforms
-from async_rlhf.models.truncation import truncated
+from async_rlhf.generation.sampling import draw_tokens, row_uniforms, truncated
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.types import Prompt, Sample
 

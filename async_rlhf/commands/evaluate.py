@@ -46,10 +46,10 @@ from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.data.tokenizer import TEXT, Rendered, encode_responses, split_text, strip_end
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Parallel
+from async_rlhf.generation.sampling import Distribution
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
-from async_rlhf.models.truncation import Distribution
 from async_rlhf.rewards.judge import Pair, PairwiseJudge
 from async_rlhf.run.episodes import conversation
 from async_rlhf.system.names import check_source

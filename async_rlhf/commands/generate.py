@@ -30,15 +30,14 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.spec import EpisodeSpec, spec_of, tools_of, world_named
+from async_rlhf.generation.sampling import Distribution
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import gpu_environment
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import sampling_prompt_cap, shared_room
 from async_rlhf.models.loading import check_vocabulary, load_policy, load_tokenizer
-from async_rlhf.models.truncation import Distribution
 from async_rlhf.models.weights import named_weights
-from async_rlhf.run.episodes import episode_fields
 from async_rlhf.run.folder import FINAL, Checkpoints, batch_of
 from async_rlhf.system.files import whole_lines, write_file
 from async_rlhf.system.lock import InUseError
@@ -391,7 +390,7 @@ def _append(
                 prompt.tokens,
                 prompt.row,
                 columns,
-                episode_fields(sample) or None,
+                sample.episode or None,
                 None if prompt.messages is None is sample.messages else said_of(renderer, prompt, sample),
             )
             file.write(json.dumps(asdict(generation), default=str) + "\n")

@@ -56,7 +56,7 @@ from async_rlhf.run.checkpoint import ResumeState, load_weights, require_same
 from async_rlhf.run.folder import METRICS, Checkpoints, RunFolder
 from async_rlhf.run.loop import Loop
 from async_rlhf.run.manifest import delete_whole, stranger_in
-from async_rlhf.system.log import JsonLines
+from async_rlhf.system.files import JsonLines
 from async_rlhf.system.names import check_integrations
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace

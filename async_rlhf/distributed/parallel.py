@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.distributed.context import WHOLE
+from async_rlhf.distributed.collectives import WHOLE, Ranks
 from async_rlhf.distributed.loss_scale import LossScale
 
 Model = TypeVar("Model", bound=nn.Module)

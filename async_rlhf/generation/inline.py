@@ -20,9 +20,15 @@ from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
-from async_rlhf.generation.protocol import Completions, Engine, GeneratorError, SamplingParams, drawing
+from async_rlhf.generation.protocol import (
+    Completions,
+    Engine,
+    GeneratorError,
+    SamplingParams,
+    check_completions,
+    drawing,
+)
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.weights import differing, digests, iterate_weights

@@ -24,9 +24,16 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
 from async_rlhf.generation.dispatch import Arrived, Dispatcher, Worker, cut
-from async_rlhf.generation.protocol import GeneratorError, Reply, Request, SamplingParams, work
+from async_rlhf.generation.protocol import (
+    GeneratorError,
+    Reply,
+    Request,
+    SamplingParams,
+    check_completions,
+    fingerprint,
+    work,
+)
 from async_rlhf.generation.supervisor import Supervisor, overslept
-from async_rlhf.generation.validate_response import check_completions, fingerprint
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.publish import BackgroundThread, NoSnapshots, Snapshots
@@ -106,16 +113,18 @@ class Publisher:
         """
         drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
         for version in sorted(drawn | {reply.version}):
-            wrong = differing(reply.digests.get(version, {}), self.snapshots.published[version])
-            if wrong:
+            sampled, expected = reply.digests.get(version, {}), self.snapshots.published[version]
+            if sampled != expected:
                 raise GeneratorError(
-                    f"{label} sampled {work(reply.batch)} with weights that are not those of version {version}: {wrong}"
+                    f"{label} sampled {work(reply.batch)} with weights that are not those of version {version}: "
+                    f"{differing(sampled, expected)}"
                 )
 
     def weights(self, index: int, version: int) -> Mapping[str, Tensor | None]:
         """A version's tensors; none where the policy still has those very numbers, when a batch is collected."""
-        as_is = self.policy.dtype == self._dtype and not has_adapters(self.policy)
-        return {} if as_is and version == index - 1 == self.newest else self.snapshots.views(version)
+        if version == index - 1 == self.newest and self.policy.dtype == self._dtype and not has_adapters(self.policy):
+            return {}
+        return self.snapshots.views(version)
 
     def close(self) -> None:
         """End the thread, and let go of the snapshots."""
@@ -173,6 +182,7 @@ class RemoteGenerator:
         self.snapshots, number = self.prepare(config, policy)
         self.publisher = Publisher(self.snapshots, config, self.config.probe_steps, parallel, trace)
         streaming = self.streams and self.config.in_flight
+        self._shares = self.config.shares
         self._size = self.config.prompts_per_request or (1 if streaming else None)
         self._lanes = config.staleness + 1 if streaming else 0
         dtype = getattr(torch, self.config.weights_dtype)
@@ -243,7 +253,7 @@ class RemoteGenerator:
     ) -> None:
         # Held-out prompts may be few, and are not sampled in flight.
         size = self._size if params is None else self.config.prompts_per_request
-        parts = cut(prompts, min(self.config.shares, len(prompts)), size)
+        parts = cut(prompts, min(self._shares, len(prompts)), size)
         self._asked[index] = _Asked(prompts, [0, *accumulate(map(len, parts))][: len(parts)], {})
         # The workers have what episodes need since their start.
         sent_params, requests = params and replace(params, episodes=None), []

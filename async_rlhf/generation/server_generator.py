@@ -29,10 +29,9 @@ from async_rlhf.generation.audit import probe_tokens
 from async_rlhf.generation.broadcast import Sender, gpu_of
 from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.episodes.playing import Player
-from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, work
+from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, fingerprint, work
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
-from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.generation.vllm_requests import seeds_of
 from async_rlhf.models.publish import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing

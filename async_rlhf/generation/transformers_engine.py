@@ -24,10 +24,9 @@ from async_rlhf.generation.audit import probe_logprobs
 from async_rlhf.generation.decode_cache import Past
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
-from async_rlhf.generation.sampling import draw_tokens, row_uniforms
+from async_rlhf.generation.sampling import draw_tokens, row_uniforms, truncated
 from async_rlhf.models.forward import evaluating
 from async_rlhf.models.routing import recorded_routes
-from async_rlhf.models.truncation import truncated
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
 from async_rlhf.types import Answer, FinishReason, Prompt, Sample, Turn

@@ -39,8 +39,8 @@ from async_rlhf.generation.protocol import (
     Request,
     SamplingParams,
     drawing,
+    fingerprint,
 )
-from async_rlhf.generation.validate_response import fingerprint
 from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.random_state import seed_all

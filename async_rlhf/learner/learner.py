@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_scheduler
 
-from async_rlhf.algorithms.estimators import adapted_coefficient, k1
+from async_rlhf.algorithms.estimators import ImportanceRatioStats, adapted_coefficient, k1
 from async_rlhf.algorithms.policy import kl_penalties
 from async_rlhf.algorithms.preference import differ
 from async_rlhf.algorithms.record import Algorithm
@@ -24,7 +24,6 @@ from async_rlhf.config.base import require
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.loss_scale import LossScale
 from async_rlhf.distributed.parallel import ALONE, Parallel, decayed_groups, trainable
-from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
 from async_rlhf.learner.reference import Reference, by_own_routers
 from async_rlhf.models.adapters import has_adapters
@@ -45,8 +44,7 @@ from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, require_shared, texts_of_rows
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.routing import replay_routes
-from async_rlhf.models.rows import sampled_rows
-from async_rlhf.models.scatter import ScatteredBatches, in_one_copy
+from async_rlhf.models.rows import ScatteredBatches, in_one_copy, sampled_rows
 from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
 from async_rlhf.models.weights import of_digests
 from async_rlhf.rewards.prefetch import EarlyResults

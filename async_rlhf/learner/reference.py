@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.distributed.context import WHOLE
+from async_rlhf.distributed.collectives import WHOLE
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import adapters_off
 from async_rlhf.models.forward import autocast_dtype, response_logprobs

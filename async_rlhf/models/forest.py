@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rlhf.distributed.context import WHOLE, ContextGroup
-from async_rlhf.models.scatter import moved
+from async_rlhf.distributed.collectives import WHOLE, ContextGroup
+from async_rlhf.models.rows import moved
 
 Range: TypeAlias = tuple[int, int]
 """Start and stop of tokens of a sequence that follow one another."""

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
-from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.distributed.collectives import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.head import LogprobsAndEntropies, Reduction, over_logits
 from async_rlhf.models.packing import Layout, laid_out, seen_by_head, states_at
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import in_shares, pad_rows
-from async_rlhf.models.scatter import moved
+from async_rlhf.models.rows import in_shares, moved, pad_rows
 from async_rlhf.types import PolicyOutput
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class _OutOfAutocast:
 
 def autocast_dtype(config: OnlineConfig) -> torch.dtype | None:
     """The type that the learner computes in; None for that of its weights."""
-    return torch.bfloat16 if config.in_bfloat16 else torch.float16 if config.fp16 else None
+    return torch.bfloat16 if config.bf16 is True else torch.float16 if config.fp16 else None
 
 
 def advise_sixteen_bits(config: OnlineConfig, device: torch.device) -> None:

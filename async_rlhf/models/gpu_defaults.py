@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.generation import Dtype
 from async_rlhf.config.stages import StageConfig
-from async_rlhf.models.attention import runs_kernel
 from async_rlhf.models.context_length import config_of
-from async_rlhf.models.packing import obstacle_in_code
+from async_rlhf.models.packing import obstacle_in_code, runs_kernel
 
 logger = logging.getLogger(__name__)
 

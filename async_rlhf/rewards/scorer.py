@@ -19,14 +19,14 @@ from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.rendering import Renderer, conversations
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.distributed.collectives import WHOLE, ContextGroup
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import passes_through
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.scatter import ScatteredBatches
+from async_rlhf.models.rows import ScatteredBatches
 from async_rlhf.rewards.functions import (
     RewardError,
     RewardFunction,

@@ -19,6 +19,7 @@ from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
 from async_rlhf.run.build import Training
 from async_rlhf.run.manifest import appearing, require_written, seal
 from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards
+from async_rlhf.system.lock import require_hold
 from async_rlhf.system.signals import RankError
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class ShardedSaves:
         def commit(digests: Mapping[str, str]) -> None:
             require_written(shards, digests)
             write_models(in_shards=True)
-            self._run.require_folder()
+            require_hold(self._run.hold)
             seal(folder, {str(Path("resume", SHARDS, name)): digest for name, digest in digests.items()})
             whole.close()
 

@@ -125,15 +125,6 @@ class Training:
     fingerprints: Mapping[str, str]
     """Fingerprints of the inputs that decide the result; on rank 0."""
 
-    def require_folder(self) -> None:
-        """Require that the folder exists and belongs to this run.
-
-        Raises:
-            OSError: it does not.
-        """
-        if self.hold is not None:
-            self.hold.require()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Training):

@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from async_rlhf.types import Group, Sample
+from async_rlhf.types import Group
 
 EPISODES = "episodes.jsonl"
 """All episodes of a run, of its evaluations too."""
@@ -25,7 +23,7 @@ def episode_rows(batch: int, groups: Sequence[Group], evaluated: int | None = No
     for group in groups:
         for number, sample in enumerate(group.samples):
             place = {"batch": batch, "evaluated": evaluated, "draw": group.prompt.draw, "sample": number}
-            yield place | {"finish_reason": sample.finish_reason, **episode_fields(sample)}
+            yield place | {"finish_reason": sample.finish_reason, **sample.episode}
 
 
 def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]) -> str:
@@ -40,14 +38,3 @@ def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float 
         said = " ".join(filter(None, (str(message["content"]).strip("\n"), *written, *given)))
         lines.append(f"{who}: {said}".replace("\n", "\n  "))  # so that only roles begin a line
     return "\n".join(lines[::-1])
-
-
-def episode_fields(sample: Sample) -> dict[str, Any]:
-    """What an episode's row in a file has besides: its messages, the reward at the end of each answer (None where the
-    environment failed), its metrics.
-    """
-    if sample.messages is None or sample.rewards is None:
-        return {}
-    ends = sample.sampled & ~np.append(sample.sampled[1:], False)
-    rewards = [None if np.isnan(reward) else reward for reward in sample.rewards[ends].tolist()]
-    return {"messages": list(sample.messages), "rewards": rewards, "metrics": dict(sample.metrics)}

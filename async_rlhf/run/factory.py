@@ -11,8 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.distributed.collectives import WHOLE, ContextGroup, Ranks
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import steps_of
 from async_rlhf.generation.inline import PolicyEngine, make_inline

@@ -17,7 +17,6 @@ from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import drawing
 from async_rlhf.run.build import Run
-from async_rlhf.run.episodes import episode_fields
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.types import Batch, Group, ScoredBatch
 
@@ -117,5 +116,5 @@ def answer_rows(run: Run, scored: ScoredBatch) -> Iterator[dict[str, Any]]:
                 "prompt": prompt,
                 "completion": next(texts),
                 "finish_reason": sample.finish_reason,
-                **episode_fields(sample),
+                **sample.episode,
             }

@@ -24,14 +24,15 @@ from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
-from async_rlhf.run.episodes import EPISODES, conversation, episode_fields, episode_rows
+from async_rlhf.run.episodes import EPISODES, conversation, episode_rows
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.warnings import DriftWatch, cut_off_warning, idle_warning, no_room_warning, nothing_learnt
 from async_rlhf.system import random_state
-from async_rlhf.system.log import JsonLines
+from async_rlhf.system.files import JsonLines
+from async_rlhf.system.lock import require_hold
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, ScoredBatch
 
@@ -104,7 +105,7 @@ class Loop:
         """Write policy, callbacks' state and any ``resume`` as one folder. All ranks gather weights; rank 0 writes."""
         run = self.run
         self._finish_save(wait=True)
-        run.require_folder()
+        require_hold(run.hold)
         more = [] if resume is None else [resume.write]
         write_learner(run, folder, dtype, [run.callbacks.save_state, *self._beside, *more])
 
@@ -120,7 +121,7 @@ class Loop:
             resume = self._resume_state(state.global_step)
             delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
             if self.saves is not None:  # all that goes into a checkpoint is copied, and written beside training
-                run.require_folder()
+                require_hold(run.hold)
                 now = [] if resume is None else [run.callbacks.save_state, *self._beside, resume.write_state]
                 self.saves.start(
                     path, state.global_step, now, [] if resume is None else [resume.write_ahead], delete_old
@@ -158,7 +159,7 @@ class Loop:
         run, state, prompts = self.run, self.run.callbacks.state, self.run.config.batch_size
         self._finish_save()
         control = run.callbacks.step_end(prompts, prompts * run.config.samples_per_prompt)
-        run.require_folder()
+        require_hold(run.hold)
         if run.ranks.is_main:
             self._log(batch, metrics, control.should_log)
         self._evaluate(control, state.global_step)
@@ -343,7 +344,7 @@ class TrainingLoop(Loop):
             row = {"batch": batch.index, "draw": group.prompt.draw, "version": batch.version, "score": reward}
             prompt = self.run.tokenizer.decode(group.prompt.tokens)
             row |= {"prompt": prompt, "completion": text, "finish_reason": sample.finish_reason}
-            more = episode_fields(sample)
+            more = sample.episode
             self.logs[SAMPLES].write(row | more)
             row |= {"completion": conversation(more["messages"], more["rewards"])} if more else {}
             lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())

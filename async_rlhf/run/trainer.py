@@ -38,7 +38,8 @@ from async_rlhf.run.loop import TrainingLoop, write_learner
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.warnings import DriftWatch
-from async_rlhf.system.log import JsonLines
+from async_rlhf.system.files import JsonLines
+from async_rlhf.system.lock import require_hold
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Group
@@ -289,7 +290,7 @@ def train(run: Run) -> OnlineTrainerState:
         stack.enter_context(run.scorer.started(trace))
         stack.enter_context(run.learner.started(trace))
         generator.on_arrival = partial(_arrived, run)
-        run.require_folder()
+        require_hold(run.hold)
         logs = {}
         if run.ranks.is_main:
             goes_on = run.folder.goes_on

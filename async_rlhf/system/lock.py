@@ -151,6 +151,16 @@ class Hold:
         self.release()
 
 
+def require_hold(held: Hold | None) -> None:
+    """Require that what is locked is still there and locked by this process; nothing of None, on ranks without a lock.
+
+    Raises:
+        OSError: it is not.
+    """
+    if held is not None:
+        held.require()
+
+
 def hold(path: Path, key: str, folder: Path) -> Hold:
     """Lock a folder, which is made if necessary. This process may lock it several times.
 

@@ -256,7 +256,7 @@ def watched(watch: Watch) -> Iterator[None]:
     """Within, the package tells the watch what it does."""
     from async_rlhf.run import loop as trainer
     from async_rlhf.run.folder import FINAL, Checkpoints
-    from async_rlhf.system.log import JsonLines
+    from async_rlhf.system.files import JsonLines
     from async_rlhf.system.trace import Trace
 
     span, write_line = Trace.span, JsonLines.write

@@ -19,9 +19,8 @@ from async_rlhf.config.episodes import World
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
-from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.protocol import SamplingParams, check_completions
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.routing import recorded_routes, route_shape
 

@@ -1,6 +1,6 @@
 """Rows that ranks share, beside the same rows on rank 0 alone. A rank of several; rank 0 writes down how much differs.
 
-torchrun --nproc-per-node 4 tests/distributed/context.py '[{"folder": "/tmp/context"}]'
+torchrun --nproc-per-node 4 tests/distributed/collectives.py '[{"folder": "/tmp/context"}]'
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import OnlineConfig, ParallelConfig
-from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.distributed.context import WHOLE, ContextGroup
+from async_rlhf.distributed.collectives import WHOLE, ContextGroup, Ranks
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import start_ranks
 from async_rlhf.learner.learner import Learner

@@ -9,7 +9,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MistralConfig, Mistr
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import Parallel
-from async_rlhf.models import attention
+from async_rlhf.models import packing
 from async_rlhf.models.budget import PassMemory
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.packing import choose, shares
@@ -34,13 +34,13 @@ def test_pytorchs_kernel_for_packed_rows_gives_what_padded_rows_give(kind, monke
     places_T = torch.arange(60)
     mask_BT = ((places_T >= 2) & (places_T < LENGTHS_B[:, None])).float()
     calls: list[tuple[int, int]] = []
-    kernel = attention.varlen_attn
+    kernel = packing.varlen_attn
 
     def counted(*given, **options):
         calls.append(options["window_size"])
         return kernel(*given, **options)
 
-    monkeypatch.setattr(attention, "varlen_attn", counted)
+    monkeypatch.setattr(packing, "varlen_attn", counted)
     found = []
     for wanted in (False, True):
         choose(wanted, False, {"policy": model}, True)

@@ -28,7 +28,7 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models import attention, weights
+from async_rlhf.models import packing, weights
 from async_rlhf.models import publish as snapshots
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.packing import is_packed
@@ -120,11 +120,11 @@ def by_itself(folder: Path) -> tuple[dict[str, Any], list[bool]]:
     trainer = OnlineTrainer(
         policy, args, PROMPTS, reward_model=reward, processing_class=tokenizer, callbacks=[StopAfter(2)]
     )
-    has_kernel, attention.runs_kernel = attention.runs_kernel, lambda device: False
+    has_kernel, packing.runs_kernel = packing.runs_kernel, lambda device: False
     try:
         trainer.train()
     finally:
-        attention.runs_kernel = has_kernel
+        packing.runs_kernel = has_kernel
     found = {name: getattr(trainer.args, name) for name in ("bf16", "max_tokens_per_pass", "annotate_max_tokens")}
     models = (policy, trainer.learner.reference.model, trainer.run.scorer.reward_model)
     return found | {"dtype": trainer.args.generation.dtype}, list(map(is_packed, models))

@@ -57,7 +57,7 @@ def require_update(few: Update, many: Update) -> None:
     ours = {place: count for place, count in waits.items() if ASKED_BY_TRANSFORMERS not in place and count != 0}
     assert ours == {}
     # What the loss reads arrives by one copy, and what the model reads from pinned memory, too.
-    assert many.copies["pinned async_rlhf/models/scatter.py in_one_copy"] == many.micro_batches
+    assert many.copies["pinned async_rlhf/models/rows.py in_one_copy"] == many.micro_batches
     assert {place: count for place, count in many.copies.items() if place.startswith("pageable")} == {}
     assert max(few.most_float64 / few.cells, many.most_float64 / many.cells) <= 1, "float64 belongs to sums, not logits"
 

@@ -92,7 +92,7 @@ REFUSED = {
         r"Expected a 'cuda' device type for generator",
     ),
     "mask of the monitor on the host": refused(
-        "learner.monitor:ImportanceRatioStats.add", "* rows.sampled_BT", "* sampled_BT"
+        "algorithms.estimators:ImportanceRatioStats.add", "* rows.sampled_BT", "* sampled_BT"
     ),
     "zeros made on the host": refused(
         "models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"
@@ -129,7 +129,7 @@ TOO_DEAR = {
     ),
     "ratios read after every micro-batch": too_dear(
         update_twice,
-        "learner.monitor:ImportanceRatioStats.add",
+        "algorithms.estimators:ImportanceRatioStats.add",
         "log_ratios_BT.sum(dim=1)",
         "log_ratios_BT.sum(dim=1).cpu()",
     ),
@@ -140,7 +140,7 @@ TOO_DEAR = {
         "{name: x.to(device) for name, x in part.items()}",
     ),
     "what the model reads comes from memory that is not pinned": too_dear(
-        update_twice, "models.scatter:moved", "tensor = tensor.pin_memory()", "pass"
+        update_twice, "models.rows:moved", "tensor = tensor.pin_memory()", "pass"
     ),
     "logits in float64": too_dear(
         update_twice,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.messages import packed, unpacked
-from async_rlhf.models.scatter import ScatteredBatches
+from async_rlhf.models.rows import ScatteredBatches
 from async_rlhf.types import Experience, Sample
 
 

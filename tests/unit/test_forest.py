@@ -16,8 +16,8 @@ from planted import Fault, planted
 from torch import Tensor, nn
 
 from async_rlhf import GRPOConfig, LoRAConfig
-from async_rlhf.models import attention, head, packing
 from async_rlhf.models import forest as forest_module
+from async_rlhf.models import head, packing
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forest import Forest, _seen, grown, size_of, walk
 from async_rlhf.models.forward import end_values, response_logprobs, response_values, reward_scores
@@ -215,9 +215,9 @@ def kernel(query, key, value, starts, key_starts, longest, longest_keys, *, scal
 def test_the_kernel_gets_the_keys_of_each_beginning(kind, monkeypatch):
     """Emulated; also with a window."""
     right = in_float64(monkeypatch, kind, False)
-    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_in_calls", None)
+    monkeypatch.setattr(packing, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
+    monkeypatch.setattr(packing, "_in_calls", None)
     assert max(difference(in_float64(monkeypatch, kind, True), right)) < 1e-12
 
 
@@ -253,8 +253,8 @@ def test_keys_that_are_copied_for_the_kernel_are_not_kept_for_the_backward_pass(
         return kernel(query, key, *rest, **options)
 
     choose(True, False, {"model": model}, False)
-    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_attn", counted)
+    monkeypatch.setattr(packing, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(packing, "varlen_attn", counted)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
         (number,) = copied
@@ -267,7 +267,7 @@ def test_attention_with_a_window_reads_no_keys_that_rows_share():
     with pytest.raises(
         NotImplementedError, match="with a window or a cap does not read keys and values that rows share"
     ):
-        attention._attention(nn.Module(), *heads, None, prefixes=object(), sliding_window=8)
+        packing._attention(nn.Module(), *heads, None, prefixes=object(), sliding_window=8)
 
 
 def test_end_values_of_a_head_and_of_a_model():
@@ -337,7 +337,7 @@ FAULTS = {
         "models.packing:_packed", "torch.arange(position, position + stop - start)", "torch.arange(stop - start)"
     ),
     "a prompt's gradient is counted once": Fault(
-        "models.attention:_in_calls", "torch.cat([*(part[n] for", "torch.cat([*(part[n].detach() for"
+        "models.packing:_in_calls", "torch.cat([*(part[n] for", "torch.cat([*(part[n].detach() for"
     ),
     "a window of places": Fault(
         "models.forest:_seen", "torch.arange(position, position + b - a)", "own[0] - branch.start + torch.arange(a, b)"

@@ -13,10 +13,10 @@ from tiny import LLAMA_SIZES, count_letters, drawn, json_rows
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 from async_rlhf import KLConfig, LoRAConfig, OffPolicyConfig, PPOTrainer
+from async_rlhf.algorithms.estimators import ImportanceRatioStats
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.config import ConfigError
 from async_rlhf.learner.learner import Learner
-from async_rlhf.learner.monitor import ImportanceRatioStats
 from async_rlhf.models.forward import (
     PolicyAndValueWrapper,
     head_in_float32,

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from async_rlhf.config import ConfigError
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models import attention, packing
+from async_rlhf.models import packing
 from async_rlhf.models.forward import (
     end_values,
     over_response_logits,
@@ -308,10 +308,10 @@ def test_under_autocast_the_kernel_for_packed_rows_gets_16_bits_in_every_layer(k
             assert end - begin <= longest
         return torch.cat(found)
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(packing, "varlen_attn", kernel)
     found = []
     for capable in (False, True):
-        monkeypatch.setattr(attention, "runs_kernel", lambda _, capable=capable: capable)
+        monkeypatch.setattr(packing, "runs_kernel", lambda _, capable=capable: capable)
         with torch.autocast("cpu", torch.bfloat16):
             packed(model)
             calls.clear()
@@ -324,9 +324,9 @@ def test_under_autocast_the_kernel_for_packed_rows_gets_16_bits_in_every_layer(k
 def test_compiled_blocks_have_the_same_graphs_for_any_number_of_rows(capable, graphs, monkeypatch, make_args):
     """One with the kernel, which knows the rows by a tensor and a number; rows by themselves are left out of graphs."""
     counter, model, right = CompileCounter(), made("llama"), made("llama")
-    monkeypatch.setattr(attention, "runs_kernel", lambda _: capable)
+    monkeypatch.setattr(packing, "runs_kernel", lambda _: capable)
     monkeypatch.setattr(
-        attention, "varlen_attn", lambda query, key, value, starts, _, longest, *rest, **__: query * longest
+        packing, "varlen_attn", lambda query, key, value, starts, _, longest, *rest, **__: query * longest
     )
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=counter))
     torch._dynamo.reset()

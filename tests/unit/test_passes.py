@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
 from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.distributed.context import ContextGroup
+from async_rlhf.distributed.collectives import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models import budget
 from async_rlhf.models.forest import size_of

@@ -17,9 +17,8 @@ from async_rlhf.config import ConfigError, KLConfig
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.audit import _jumps
 from async_rlhf.generation.episodes.episode import joined
-from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.protocol import GeneratorError, SamplingParams, check_completions
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.validate_response import check_completions
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models import packing
 from async_rlhf.models.forward import end_values, response_logprobs

@@ -19,10 +19,10 @@ from async_rlhf.commands.generate import read_generations, run_generate
 from async_rlhf.config import ConfigError, GenerationConfig, OffPolicyConfig
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
+from async_rlhf.generation.sampling import Distribution, truncated
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.forward import over_response_logits
 from async_rlhf.models.loading import load_policy
-from async_rlhf.models.truncation import Distribution, truncated
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Group, Prompt
 

@@ -15,8 +15,8 @@ from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.generation.audit import differences, probe_logprobs
+from async_rlhf.generation.sampling import Distribution, truncated
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models.truncation import Distribution, truncated
 
 pytestmark = pytest.mark.vllm
 

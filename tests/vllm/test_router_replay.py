@@ -14,7 +14,7 @@ from conftest import PARAMS, prompts_of, start_engine
 from test_training import mixture
 
 from async_rlhf.generation.engines import ModelSpec
-from async_rlhf.generation.validate_response import check_completions
+from async_rlhf.generation.protocol import check_completions
 from async_rlhf.generation.vllm_engine import VLLMEngine
 from async_rlhf.models.forward import response_logprobs
 from async_rlhf.models.routing import recorded_routes, replay_routes, route_shape

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
+from async_rlhf.generation.sampling import Distribution, truncated
 from async_rlhf.models.forward import evaluating, over_response_logits
 from async_rlhf.models.head import selected_logprobs
 from async_rlhf.models.rows import by_length, in_shares, pad_rows
-from async_rlhf.models.truncation import Distribution, truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def response_logprob_sums(
         temperature: logits are divided by it.
         batch_size: rows of one forward pass.
         progress: called with the number of rows done so far.
-        top_p: see :class:`~async_rlhf.models.truncation.Distribution`.
+        top_p: see :class:`~async_rlhf.generation.sampling.Distribution`.
         top_k: the same.
         parallel: the ranks that share the passes. Every one must call it, and gets the whole result.
 

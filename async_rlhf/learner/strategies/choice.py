@@ -12,8 +12,7 @@ import torch
 from async_rlhf.config import OnlineConfig, ParallelConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.parallel import Strategy
-from async_rlhf.distributed.collectives import Ranks
-from async_rlhf.distributed.context import ContextGroup
+from async_rlhf.distributed.collectives import ContextGroup, Ranks
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.strategies.ddp import DataParallel
