@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import async_rlhf
-from async_rlhf.commands.table import COMMANDS, function_of, import_attribute
+from async_rlhf.commands.table import COMMANDS, ORIGINAL, function_of, import_attribute
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
@@ -84,7 +84,7 @@ def _run(name: str, words: list[str]) -> int:
         words = [word for word in _spelt_out(name, words) if word != "--dry-run"]
         kind = import_attribute(COMMANDS[name].config)
         has_file = take_config_file(words)[0] is not None  # which may be the original's
-        parse_words = import_attribute("compat.original:parse_either") if has_file else parse
+        parse_words = import_attribute(ORIGINAL) if has_file else parse
         config, text = parse_words(kind, name, words, export=not dry_run)
         if dry_run:
             print(text + _derived(config))

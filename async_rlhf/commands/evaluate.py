@@ -37,7 +37,7 @@ from async_rlhf.commands.generate import (
     with_prompt_cap,
 )
 from async_rlhf.commands.stage import Source, Stage, json_lines
-from async_rlhf.commands.table import import_attribute
+from async_rlhf.commands.table import EVALUATION_PLOT, import_attribute
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.formats import MESSAGES
@@ -201,7 +201,7 @@ def _comparisons(given: _Evaluation, reference: str, pairwise: PairwiseJudge | N
 def _publish(config: EvaluateConfig, stage: Stage, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """Write and show the results."""
     beside = side_by_side(samples, config.num_samples)
-    import_attribute("studies.report.plots:plot_evaluation")(results, stage.folder / "evaluation.png")
+    import_attribute(EVALUATION_PLOT)(results, stage.folder / "evaluation.png")
     text = f"{format_table(results)}\n\n{beside}"
     stage.publish_files({stage.folder / _SAMPLES: json_lines(samples), stage.folder / _TEXT: text}, results)
     logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), beside)

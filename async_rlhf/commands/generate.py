@@ -196,8 +196,8 @@ def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:
     """The configuration with ``max_prompt_length`` and ``episode_length`` resolved."""
     by_key = {f"models.{name}": place for name, place in models.items()}
     if config.plays and config.episode_length is None:
-        given = _limits(config).longest_episode, config.max_prompt_length, config.trust_remote_code
-        prompt, length = shared_room(by_key, *given)
+        longest = _limits(config).longest_episode
+        prompt, length = shared_room(by_key, longest, config.max_prompt_length, config.trust_remote_code)
         config = replace(config, max_prompt_length=prompt, episode_length=length)
     return replace(config, max_prompt_length=sampling_prompt_cap(config, by_key))
 

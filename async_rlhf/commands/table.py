@@ -54,6 +54,12 @@ COMMANDS = {
 }
 
 
+ORIGINAL = "compat.original:parse_either"
+"""Reads a configuration file, also one of the original project."""
+EVALUATION_PLOT = "studies.report.plots:plot_evaluation"
+"""Draws the results of an evaluation."""
+
+
 def import_attribute(place: str) -> Any:
     """An attribute of a module of this package, "module:attribute"."""
     module, _, attribute = place.partition(":")

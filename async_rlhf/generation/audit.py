@@ -525,8 +525,14 @@ class Agreement:
                 logits_CV = truncated(logits_CV, params.distribution, tokens_N[part])
                 return torch.stack(places(logits_CV, tokens_N[part], params.temperature))
 
-            how = batch.get("positions_BT"), batch.get("routes_BTLE")
-            found_4N = over_response_logits(model, tokens_BT, mask_BT.to(device), reduce, *how)
+            found_4N = over_response_logits(
+                model,
+                tokens_BT,
+                mask_BT.to(device),
+                reduce,
+                positions_BT=batch.get("positions_BT"),
+                routes_BTLE=batch.get("routes_BTLE"),
+            )
         logprobs_N, below_N, likelier_N, as_likely_N = found_4N.cpu().double()
         drawn_by_N, point_N = (
             torch.from_numpy(np.concatenate([f(params.seed, p.draw, number, s.positions) for p, number, s, _ in rows]))

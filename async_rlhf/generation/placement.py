@@ -110,8 +110,8 @@ def memory_taken(config: OnlineConfig, learner: torch.device) -> dict[str, float
     generation, taken = config.generation, dict[str, float]()
     if generation.engine == "vllm" and generation.vllm.kv_cache_gb is None:
         for number in range(_workers(config)):
-            given = (generation.device, number, learner, generation.vllm.tensor_parallel_size)
-            for device in worker_devices(*given, config.own_devices):
+            size = generation.vllm.tensor_parallel_size
+            for device in worker_devices(generation.device, number, learner, size, config.own_devices):
                 taken[device] = taken.get(device, 0.0) + generation.vllm.gpu_memory_utilization
     return {device: share for device, share in taken.items() if device.startswith("cuda")}
 

@@ -301,8 +301,8 @@ def check_completions(
                 length = params.episodes.generation.longest_episode
                 wrong = _wrong_sizes(sample, 0) or _wrong_episode(sample, length, limits)
             else:
-                drawn = sample.tokens[len(asked) :], sample.logprobs[len(asked) :]
-                wrong = _wrong_form(sample, asked) or _wrong_tokens(*drawn, sample.finish_reason, limits)
+                tokens, logprobs = sample.tokens[len(asked) :], sample.logprobs[len(asked) :]
+                wrong = _wrong_form(sample, asked) or _wrong_tokens(tokens, logprobs, sample.finish_reason, limits)
             wrong = wrong or _wrong_routes(sample, params.routes)
             if wrong:
                 raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
@@ -316,7 +316,8 @@ def _wrong_episode(sample: Sample, length: int, limits: _Limits) -> str:
     bounds = [0, *sample.starts, len(sample)]
     if any(start >= end for start, end in pairwise(bounds)):
         return f"its conversations begin at {bounds[:-1]}; must be rising places of its {len(sample)} tokens"
-    return next(filter(None, (_wrong_answers(sample, *own, length, limits) for own in pairwise(bounds))), "")
+    wrong = (_wrong_answers(sample, begin, stop, length, limits) for begin, stop in pairwise(bounds))
+    return next(filter(None, wrong), "")
 
 
 def _wrong_answers(sample: Sample, begin: int, stop: int, length: int, limits: _Limits) -> str:

@@ -57,8 +57,10 @@ class ServerGenerator(RemoteGenerator):
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""
         generation, self.run = config.generation, uuid.uuid4().hex[:12]
-        needed = policy.config, generation, config.max_length, config.router_replay
-        described = [check_server(url, *needed) for url in generation.urls]
+        described = [
+            check_server(url, policy.config, generation, config.max_length, config.router_replay)
+            for url in generation.urls
+        ]
         dtype = getattr(torch, generation.weights_dtype)
         snapshots: SnapshotFolder | SnapshotRing
         if generation.weights_transport == "folder":

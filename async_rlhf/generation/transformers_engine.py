@@ -203,8 +203,8 @@ class TransformersEngine:
             columns, fed = max(lengths[part]), max(new[part])
             caches.append(decode_cache.TokenCache() if self._computes_anew else DynamicCache(config=self.model.config))
             decode_cache.go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])
-            inputs = tokens_PT[part, -fed:], mask_PT[part, -columns:], positions_PT[part, -fed:]
-            logits.append(self._forward(*inputs, caches[-1], **self._prefill_options))
+            tokens, mask, positions = tokens_PT[part, -fed:], mask_PT[part, -columns:], positions_PT[part, -fed:]
+            logits.append(self._forward(tokens, mask, positions, caches[-1], **self._prefill_options))
             routes += [row_TLE[-n:] for row_TLE, n in zip(self.routes, lengths[part], strict=False)]
         self.routes = routes
         for past in known:
@@ -545,10 +545,9 @@ class Decoding:
             raise FloatingPointError(f"the logits of weights version {version} are not finite")
         finish: FinishReason = "stop" if stopped else "length"
         routes_TLE = self._routes(place, len(prompt.tokens) + int(end))
-        drawn = prompt.tokens, tokens[:end], logprobs[:end], versions, finish, routes_TLE
-        if place in self._pasts:
-            return replace(Answer.answer(*drawn), past=self._pasts.pop(place))
-        return Sample.answer(*drawn)
+        kind = Answer if place in self._pasts else Sample
+        sample = kind.answer(prompt.tokens, tokens[:end], logprobs[:end], versions, finish, routes_TLE)
+        return replace(sample, past=self._pasts.pop(place)) if isinstance(sample, Answer) else sample
 
     def _routes(self, place: int, length: int) -> np.ndarray | None:
         """(T, L, E), of a prompt and its completion that has ended; see :attr:`Sample.routes_TLE`."""

@@ -450,24 +450,31 @@ class Learner:
         Nothing here reads a number from the device, so that it need not be waited for.
         """
         device, step = self.parallel.device_of(self.policy), deal.told
-        config, given = self._adapted_config(step.kl_coef), self.algorithm.supervised
+        config, supervised = self._adapted_config(step.kl_coef), self.algorithm.supervised
         for turn, (number, part, counts) in enumerate(deal, start=1):
-            if given:  # what a model draws, such as noise on routers, is to depend on nothing else
+            if supervised:  # what a model draws, such as noise on routers, is to depend on nothing else
                 torch.manual_seed(_seed_of(config.seed, batch, number))
             rows = Experience(**part, rows_per_unit=step.rows_per_unit)
             of_loss = {name: tensor for name, tensor in part.items() if name != "routes_BTLE"}
             micro_batch = Experience(**in_one_copy(of_loss, device), rows_per_unit=step.rows_per_unit)
             with self.parallel.accumulating(last=turn == len(deal)):
                 with self.autocast():
-                    how = config.generation.temperature, not given, rows.positions_BT, rows.routes_BTLE, device
-                    output = self.parallel.forward(rows.tokens_BT, rows.sampled_BT, *how)
+                    output = self.parallel.forward(
+                        rows.tokens_BT,
+                        rows.sampled_BT,
+                        config.generation.temperature,
+                        not supervised,
+                        rows.positions_BT,
+                        rows.routes_BTLE,
+                        device,
+                    )
                 loss = self.algorithm.loss(output, micro_batch, config)
                 self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
             if counts and self.parallel.context.leads:
                 for name, value in loss.metrics.items():
                     found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
                     loss_sums[name] = found + loss_sums.get(name, 0.0)
-                if not given:
+                if not supervised:
                     seen.add(output, micro_batch, rows.sampled_BT)
 
     @cached_property

@@ -77,7 +77,7 @@ class PassMemory:
             return step + (room - here) / slope if slope > 0 else math.copysign(_MOST, room - here)
 
         steep, flat = (
-            [end(step, *ends) for ends in zip(self._moments(step), self._moments(2 * step), strict=True)]
+            [end(step, here, there) for here, there in zip(self._moments(step), self._moments(2 * step), strict=True)]
             for step in (1, _MANY)
         )
         return max(1, min(_MOST, math.floor(min(map(max, steep, flat)))))
@@ -209,8 +209,8 @@ def with_sizes(
             free = ((model, torch.cuda.mem_get_info(model.device)[0]) for model in apart)
             found += [_judged(model, config, ALONE).tokens(USED * bytes_there) for model, bytes_there in free]
         tokens: Any = min(parallel.ranks.gather(name, min(found)))
-        told = (name, tokens, passes.bytes(tokens) / 1e9, left / 1e9, device)
-        logger.info("%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s", *told)
+        what = "%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s"
+        logger.info(what, name, tokens, passes.bytes(tokens) / 1e9, left / 1e9, device)
         config = replace(config, **{name: tokens})
     return config
 

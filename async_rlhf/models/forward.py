@@ -319,8 +319,18 @@ class PolicyAndValueWrapper(nn.Module):
         device: torch.device | None = None,
     ) -> PolicyOutput:
         """See :func:`response_logprobs` and :func:`response_values`."""
-        how = temperature, with_entropies, self.head, positions_BT, self.context, routes_BTLE, device
-        output = response_logprobs(self.policy, tokens_BT, sampled_BT, *how)
+        output = response_logprobs(
+            self.policy,
+            tokens_BT,
+            sampled_BT,
+            temperature,
+            with_entropies=with_entropies,
+            value_head=self.head,
+            positions_BT=positions_BT,
+            context=self.context,
+            routes_BTLE=routes_BTLE,
+            device=device,
+        )
         if isinstance(self.value, PreTrainedModel):
             values_BT = response_values(self.value, tokens_BT, sampled_BT, positions_BT, self.context, device)
             return output._replace(values_BT=values_BT)

@@ -97,8 +97,8 @@ def _by_kernel(forest: Forest, query: Tensor, key: Tensor, value: Tensor, **opti
     """Attention (N, H, D) in one call. The last query of a branch is at its last key: so a window counts positions."""
     if forest.keys is not None:
         key, value = key[forest.keys], value[forest.keys]
-    bounds = (forest.starts, forest.key_starts, forest.longest, forest.longest_keys)
-    out_NHD = varlen_attn(query, key, value, *bounds, **options)
+    queries, keys, longest, longest_keys = forest.starts, forest.key_starts, forest.longest, forest.longest_keys
+    out_NHD = varlen_attn(query, key, value, queries, keys, longest, longest_keys, **options)
     assert isinstance(out_NHD, Tensor)  # more only if asked for
     return out_NHD
 
@@ -283,11 +283,11 @@ def laid_out(
         if lengths_B is None:
             assert mask_BT is not None
             lengths_B = ((mask_BT.cpu() != 0) * torch.arange(1, mask_BT.shape[1] + 1)).amax(dim=1)
-        texts = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
+        starts_S, lengths_S = _texts(tokens_BT.shape[1], lengths_B.cpu().clamp(min=1), positions_BT)
         if is_packed(model):
-            rows = _packed(tokens_BT, *texts, routes_BTLE, device, shares(model))
+            rows = _packed(tokens_BT, starts_S, lengths_S, routes_BTLE, device, shares(model))
         else:
-            rows = _split(tokens_BT, *texts, routes_BTLE, device)
+            rows = _split(tokens_BT, starts_S, lengths_S, routes_BTLE, device)
     return rows if context.size == 1 else _cut(rows, context)
 
 

@@ -268,13 +268,32 @@ def _build(
     load = None
     if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    given = models.policy, models.reference, algorithm, config, models.value, parallel, load, inputs.optimizers
-    learner = Learner(*given, reference_apart=models.reference_apart)
-    judges = models.reward, inputs.reward_funcs, inputs.prompt_field
-    scorer = make_scorer(config, chat, *judges, parallel, models.reward_apart)
-    temperature = config.eval_temperature or config.generation.temperature
-    evaluating = replace(models.params, samples_per_prompt=config.eval_samples_per_prompt, temperature=temperature)
-    evaluating = replace(evaluating, routes=None)  # nothing is trained on these answers
+    learner = Learner(
+        models.policy,
+        models.reference,
+        algorithm,
+        config,
+        value=models.value,
+        parallel=parallel,
+        load=load,
+        optimizers=inputs.optimizers,
+        reference_apart=models.reference_apart,
+    )
+    scorer = make_scorer(
+        config,
+        chat,
+        models.reward,
+        reward_funcs=inputs.reward_funcs,
+        prompt_field=inputs.prompt_field,
+        parallel=parallel,
+        apart=models.reward_apart,
+    )
+    eval_params = replace(
+        models.params,
+        samples_per_prompt=config.eval_samples_per_prompt,
+        temperature=config.eval_temperature or config.generation.temperature,
+        routes=None,  # nothing is trained on these answers
+    )
     return Run(
         config=config,
         algorithm=algorithm,
@@ -291,7 +310,7 @@ def _build(
         scorer=scorer,
         engine=PolicyEngine(config, models.policy, models.params, parallel),
         eval_prompts=eval_prompts,
-        eval_params=evaluating,
+        eval_params=eval_params,
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
         record=record,
         fingerprints=_fingerprints(inputs, learner, scorer, models.params, prompts) | reward,

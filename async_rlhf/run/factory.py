@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -90,17 +91,23 @@ def make_scorer(
     apart: bool = False,
 ) -> Scorer:
     """Make the scorer; with several ranks, only rank 0 has actors, or a reward model that computes ``apart``."""
-    rest, tokenizer = (reward_funcs, prompt_field, parallel), chat.tokenizer
+    tokenizer = chat.tokenizer
+    judged: dict[str, Any] = {
+        "reward_funcs": reward_funcs,
+        "prompt_field": prompt_field,
+        "parallel": parallel,
+        "chat": chat,
+    }
     if config.ray.reward_workers and parallel.ranks.is_main:
         from async_rlhf.rewards.ray import RayScorer
 
-        return RayScorer(tokenizer, config, reward_model, *rest, chat=chat)
+        return RayScorer(tokenizer, config, reward_model, **judged)
     if reward_model is None or config.ray.reward_workers or (apart and not parallel.ranks.is_main):
-        return Scorer(tokenizer, config, None, *rest, chat=chat)
+        return Scorer(tokenizer, config, None, **judged)
     model = _at_work(reward_model, config, ALONE if apart else parallel)
     if apart:
-        return ApartScorer(tokenizer, config, model, *rest, chat=chat)
-    return Scorer(tokenizer, config, model, *rest, _sharing(model, config, parallel), chat)
+        return ApartScorer(tokenizer, config, model, **judged)
+    return Scorer(tokenizer, config, model, context=_sharing(model, config, parallel), **judged)
 
 
 def _sharing(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Parallel) -> ContextGroup:

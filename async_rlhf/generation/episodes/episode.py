@@ -129,9 +129,17 @@ class Episode:
             sampled[own], logprobs[own], versions[own] = True, turn.logprobs[start:], turn.versions[start:]
         for place, reward in self._rewards.items():
             rewards[place] = reward
-        metrics = {"turns": float(len(self.turns)), **self._metrics}
-        found = tokens, sampled, logprobs, versions, self.finish_reason, rewards, self._messages, metrics
-        return Sample(*found, routes_TLE=_first_routes(self.turns))
+        return Sample(
+            tokens=tokens,
+            sampled=sampled,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=self.finish_reason,
+            rewards=rewards,
+            messages=self._messages,
+            metrics={"turns": float(len(self.turns)), **self._metrics},
+            routes_TLE=_first_routes(self.turns),
+        )
 
 
 def _first_routes(turns: Sequence[Sample]) -> np.ndarray | None:
