@@ -265,20 +265,7 @@ def _build(
     record = inputs.record or of_python(asked, algorithm.name, inputs)
     config = _with_sizes(config, algorithm, models, parallel, device)
     reward = {} if models.reward is None else {"reward_model": frozen_checksum(models.reward)}
-    load = None
-    if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
-        load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    learner = Learner(
-        models.policy,
-        models.reference,
-        algorithm,
-        config,
-        value=models.value,
-        parallel=parallel,
-        load=load,
-        optimizers=inputs.optimizers,
-        reference_apart=models.reference_apart,
-    )
+    learner = _learner(config, algorithm, inputs, models, parallel, folder, resumed)
     scorer = make_scorer(
         config,
         chat,
@@ -287,12 +274,6 @@ def _build(
         prompt_field=inputs.prompt_field,
         parallel=parallel,
         apart=models.reward_apart,
-    )
-    eval_params = replace(
-        models.params,
-        samples_per_prompt=config.eval_samples_per_prompt,
-        temperature=config.eval_temperature or config.generation.temperature,
-        routes=None,  # nothing is trained on these answers
     )
     return Run(
         config=config,
@@ -310,10 +291,46 @@ def _build(
         scorer=scorer,
         engine=PolicyEngine(config, models.policy, models.params, parallel),
         eval_prompts=eval_prompts,
-        eval_params=eval_params,
+        eval_params=_eval_params(config, models.params),
         callbacks=_callbacks(config, inputs, record, learner, tokenizer, prompts, folder),
         record=record,
         fingerprints=_fingerprints(inputs, learner, scorer, models.params, prompts) | reward,
+    )
+
+
+def _learner(
+    config: OnlineConfig,
+    algorithm: Algorithm,
+    inputs: Inputs,
+    models: _Models,
+    parallel: Parallel,
+    folder: RunFolder,
+    resumed: ResumeState | None,
+) -> Learner:
+    """The learner, with the checkpoint's weights if the run goes on from a whole one."""
+    load = None
+    if folder.checkpoint is not None and resumed is not None and not resumed.sharded:
+        load = partial(load_weights, folder=folder.checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
+    return Learner(
+        models.policy,
+        models.reference,
+        algorithm,
+        config,
+        value=models.value,
+        parallel=parallel,
+        load=load,
+        optimizers=inputs.optimizers,
+        reference_apart=models.reference_apart,
+    )
+
+
+def _eval_params(config: OnlineConfig, params: SamplingParams) -> SamplingParams:
+    """How completions of held-out prompts are sampled."""
+    return replace(
+        params,
+        samples_per_prompt=config.eval_samples_per_prompt,
+        temperature=config.eval_temperature or config.generation.temperature,
+        routes=None,  # nothing is trained on these answers
     )
 
 
