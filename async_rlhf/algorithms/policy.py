@@ -75,8 +75,8 @@ def rest_of_score(experience: Experience, scores_B: Tensor) -> Tensor:
     """(B,): scores without the rewards that an environment gave at tokens."""
     import torch
 
-    given_B = experience.rewards_BT.sum(dim=1, dtype=torch.float64)  # rounded once, as scores are
-    return scores_B - given_B.to(scores_B.dtype)
+    environment_B = experience.rewards_BT.sum(dim=1, dtype=torch.float64)  # rounded once, as scores are
+    return scores_B - environment_B.to(scores_B.dtype)
 
 
 def rewards_of_tokens(experience: Experience, rest_B: Tensor, kl: KLConfig) -> Tensor:

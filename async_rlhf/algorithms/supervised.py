@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _as_given(experience: Experience, config: Any) -> Experience:
+def _rows_as_they_are(experience: Experience, config: Any) -> Experience:
     return experience
 
 
@@ -52,6 +52,6 @@ def rating_loss(scores_B: Tensor, rows: Experience, config: Any) -> LossOutput:
     return _of((scores_B - rows.scores_B).square().sum())
 
 
-SFT = Algorithm("sft", OnlineConfig, _as_given, response_loss, supervised=True)
-PAIRS = Algorithm("pairs", OnlineConfig, _as_given, pair_loss, rows_per_unit=2, supervised=True)
-RATINGS = Algorithm("ratings", OnlineConfig, _as_given, rating_loss, supervised=True)
+SFT = Algorithm("sft", OnlineConfig, _rows_as_they_are, response_loss, supervised=True)
+PAIRS = Algorithm("pairs", OnlineConfig, _rows_as_they_are, pair_loss, rows_per_unit=2, supervised=True)
+RATINGS = Algorithm("ratings", OnlineConfig, _rows_as_they_are, rating_loss, supervised=True)

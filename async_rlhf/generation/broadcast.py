@@ -342,11 +342,11 @@ def forwarded(store: dist.Store, channels: Sequence[socket.socket]) -> Iterator[
     over = threading.Event()
 
     def tell() -> None:
-        told: set[str] = set()
+        seen: set[str] = set()
         while not over.wait(0.005):
-            for key in set(store.list_keys()) - told:
+            for key in set(store.list_keys()) - seen:
                 line = json.dumps([key, store.get(key).hex()]).encode() + b"\n"
-                told.add(key)
+                seen.add(key)
                 for channel in channels:
                     with suppress(OSError):  # the receiver is gone: NCCL's own timeout reports it
                         channel.sendall(line)

@@ -14,7 +14,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
 from async_rlhf.config.parallel import launched_on_host
 
-_BESIDE_LEARNER = 0.8
+_SHARE_WITH_LEARNER = 0.8
 """Of a GPU's memory, the most that generators may take where a learner or a reward model computes as well."""
 
 
@@ -126,7 +126,7 @@ def check_memory(config: OnlineConfig, learner: torch.device) -> None:
     used = {f"cuda:{rank}" for rank in range(ranks)} if ranks > 1 else {f"cuda:{learner.index or 0}"}
     used = (used if learner.type == "cuda" else set()) | config.own_devices
     for device, share in memory_taken(config, learner).items():
-        number, room = round(share / each), _BESIDE_LEARNER if device in used else 1.0
+        number, room = round(share / each), _SHARE_WITH_LEARNER if device in used else 1.0
         others = f"{number} generators" if number > 1 else "a generator"
         others += " and what is trained, or judges," if device in used else ""
         right = f"must be at most {math.floor(100 * room / number) / 100:g}, and leave what the learner needs"

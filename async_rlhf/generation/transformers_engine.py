@@ -85,7 +85,7 @@ class TransformersEngine:
         """Whether rows can be added to a cache."""
         self._computes_anew: bool | None = not takes_cache or (False if self.adds_rows else None)
         """Whether no cache can be used; None if that has not been tried yet."""
-        self._told = False
+        self._warned = False
         self._can_share: bool | None = None
         """Whether the model can read keys and values that rows share; None if that has not been tried yet."""
         self.routes: list[Tensor] = []
@@ -178,8 +178,8 @@ class TransformersEngine:
         """
         if self._computes_anew is None:
             self._computes_anew = not self._cache_is_right()
-        if self._computes_anew and not self._told:
-            self._told = True
+        if self._computes_anew and not self._warned:
+            self._warned = True
             logger.warning("WARNING: the model's cache cannot be used here; each token computes its row anew, slowly")
         device = self.device
         lengths = [len(row) for row in rows]

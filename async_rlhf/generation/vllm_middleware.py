@@ -47,8 +47,8 @@ class OnlyWithKey:
             await send({"type": "http.response.body", "body": _REFUSED})
 
     def _knows(self, scope: Message) -> bool:
-        given = [value for name, value in scope.get("headers", []) if name.lower() == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        headers = [value for name, value in scope.get("headers", []) if name.lower() == b"authorization"]
+        scheme, _, key = (headers[0] if len(headers) == 1 else b"").partition(b" ")
         return hmac.compare_digest(_digest(key), self._expected) and scheme.lower() == b"bearer"
 
 

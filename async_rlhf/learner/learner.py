@@ -132,7 +132,7 @@ class Learner:
         """Of the next batch, on rank 0, which adapts it."""
         self._batch_coef = self.kl_coef
         """That of the current batch, on rank 0."""
-        self._told_of_units = False
+        self._warned_of_units = False
         self.model.train()
 
     def _prepare(self, own: torch.optim.Optimizer | None) -> None:
@@ -193,10 +193,10 @@ class Learner:
             experience = replace(experience, reference_logprobs_BT=found)
         if annotations := self._annotations():
             parts = _split(self._annotating, experience, ranks=self.parallel.groups)
-            deal = self._deal("annotating", experience, parts, _SEEN)
+            passes = self._scattered("annotating", experience, parts, _SEEN)
             for model_at_hand, compute in annotations:
                 with model_at_hand:
-                    experience = self._add(experience, parts, deal, compute)
+                    experience = self._add(experience, parts, passes, compute)
         credited, metrics = self._credited(experience) if len(experience) else (experience, {})
         return credited, metrics | signal
 
@@ -216,10 +216,10 @@ class Learner:
         None without any."""
         rows, device = _rows(groups), self._reference_passes[1]
         parts = _split(self._reference_passes[0], rows)
-        deal = self._deal("annotating", rows, parts, _SEEN, ranks=ALONE.ranks)
+        passes = self._scattered("annotating", rows, parts, _SEEN, ranks=ALONE.ranks)
         # Kernels of libraries run on the current device, and each thread has its own.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._add(rows, parts, deal, self.reference.logprobs, device, ALONE.ranks).reference_logprobs_BT
+            return self._add(rows, parts, passes, self.reference.logprobs, device, ALONE.ranks).reference_logprobs_BT
 
     @cached_property
     def _reference_passes(self) -> tuple[Passes, torch.device]:
@@ -242,13 +242,13 @@ class Learner:
             kinds.append((nullcontext(), self._at_the_end))
         return kinds
 
-    def _deal(
+    def _scattered(
         self,
         place: str,
         experience: Experience,
         parts: Sequence[Tensor],
         names: Collection[str] | None = None,
-        told: _Step | None = None,
+        header: _Step | None = None,
         ranks: Ranks | None = None,
     ) -> ScatteredBatches:
         """This rank's passes over some units of rank 0's experience, with the fields of these names, or with all."""
@@ -258,7 +258,7 @@ class Learner:
             len(parts),
             lambda number: experience.sizes(parts[number]),
             lambda number: experience.part(parts[number], names),
-            told,
+            header,
             self.parallel.context.size if ranks is None else 1,
         )
 
@@ -282,8 +282,8 @@ class Learner:
     def _compare_units(self, credited: Experience) -> None:
         """Warn once if the record does not say how many rows a unit has."""
         found, said = credited.rows_per_unit, self.algorithm.rows_per_unit
-        if found != said and not self._told_of_units:
-            self._told_of_units = True
+        if found != said and not self._warned_of_units:
+            self._warned_of_units = True
             right = "must be %d, as its credit returns: memory and speed are planned by it"
             logger.warning(f"Algorithm.rows_per_unit of %s: got %d; {right}", self.algorithm.name, said, found)
 
@@ -298,7 +298,7 @@ class Learner:
         self,
         rows: Experience,
         parts: Sequence[Tensor],
-        deal: ScatteredBatches,
+        passes: ScatteredBatches,
         compute: _Compute,
         device: torch.device | None = None,
         ranks: Ranks | None = None,
@@ -308,7 +308,7 @@ class Learner:
         Args:
             rows: on rank 0.
             parts: those of each pass, on rank 0.
-            deal: this rank's passes.
+            passes: this rank's passes.
             compute: takes them, on the CPU, and the device.
             device: None for the policy's.
             ranks: who compute; None for all of the learner's.
@@ -327,7 +327,7 @@ class Learner:
                 part.index_copy_(0, parts[number], tensor)
 
         with torch.no_grad():
-            for number, part, counts in deal:
+            for number, part, counts in passes:
                 values = compute({**part, "device": device})
                 if counts and self.parallel.context.leads:
                     here = {name: tensor.cpu() for name, tensor in values.items()}
@@ -383,12 +383,12 @@ class Learner:
         seen = ImportanceRatioStats()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for number, (units_U, weight) in enumerate(self.mini_batches(experience, batch)):
-            deal = self._step(experience, units_U, weight)
-            idle = len(deal) == 0 and any(stepped[number : number + 1])
+            passes = self._step(experience, units_U, weight)
+            idle = len(passes) == 0 and any(stepped[number : number + 1])
             for parameter in self.parallel.trained if idle else ():
                 parameter.grad = torch.zeros_like(parameter)
-            if len(deal) or idle:  # else momentum would move the weights for a mini-batch of ties
-                self._backward(deal, batch, loss_sums, seen)
+            if len(passes) or idle:  # else momentum would move the weights for a mini-batch of ties
+                self._backward(passes, batch, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
                 try:
                     found = self.parallel.step(limit)
@@ -396,7 +396,7 @@ class Learner:
                     lower = f"lower learning_rate ({self.config.learning_rate})"
                     what = "step" if self.algorithm.supervised else "update"
                     raise FloatingPointError(f"{what} {batch}: {error}; {lower}") from error
-                total_weight += deal.told.weight
+                total_weight += passes.header.weight
                 if found is None:
                     skipped += 1
                 else:
@@ -439,25 +439,25 @@ class Learner:
         passes, parts = self._training, list[Tensor]()
         if weight > 0:
             parts = [units_U[part_U] for part_U in _split(passes, experience, units_U, self.parallel.groups)]
-        told = _Step(weight, experience.rows_per_unit, self._batch_coef)
-        return self._deal("mini-batch", experience, parts, told=told)
+        header = _Step(weight, experience.rows_per_unit, self._batch_coef)
+        return self._scattered("mini-batch", experience, parts, header=header)
 
     def _backward(
-        self, deal: ScatteredBatches, batch: int, loss_sums: dict[str, Tensor], seen: ImportanceRatioStats
+        self, passes: ScatteredBatches, batch: int, loss_sums: dict[str, Tensor], seen: ImportanceRatioStats
     ) -> None:
         """Accumulate the gradient of (sum of losses) / weight over this rank's micro-batches, and the metrics.
 
         Nothing here reads a number from the device, so that it need not be waited for.
         """
-        device, step = self.parallel.device_of(self.policy), deal.told
+        device, step = self.parallel.device_of(self.policy), passes.header
         config, supervised = self._adapted_config(step.kl_coef), self.algorithm.supervised
-        for turn, (number, part, counts) in enumerate(deal, start=1):
+        for turn, (number, part, counts) in enumerate(passes, start=1):
             if supervised:  # what a model draws, such as noise on routers, is to depend on nothing else
                 torch.manual_seed(_seed_of(config.seed, batch, number))
             rows = Experience(**part, rows_per_unit=step.rows_per_unit)
             of_loss = {name: tensor for name, tensor in part.items() if name != "routes_BTLE"}
             micro_batch = Experience(**in_one_copy(of_loss, device), rows_per_unit=step.rows_per_unit)
-            with self.parallel.accumulating(last=turn == len(deal)):
+            with self.parallel.accumulating(last=turn == len(passes)):
                 with self.autocast():
                     output = self.parallel.forward(
                         rows.tokens_BT,

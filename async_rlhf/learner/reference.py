@@ -24,7 +24,7 @@ class Reference:
 
     Args:
         policy: that is trained, with the weights that the run starts from.
-        given: a model of its own; None for the policy as it is now.
+        model: a model of its own; None for the policy as it is now.
         is_separate: whether there is a model; without one, the policy's adapters are switched off.
         apart: it computes beside training, on rank 0 and on the device that it is on.
         config: the run's.
@@ -34,7 +34,7 @@ class Reference:
     def __init__(
         self,
         policy: PreTrainedModel,
-        given: PreTrainedModel | None,
+        model: PreTrainedModel | None,
         is_separate: bool,
         apart: bool,
         config: OnlineConfig,
@@ -44,7 +44,7 @@ class Reference:
         self.model: PreTrainedModel | None = None
         """The fixed model; None where the policy takes its place, and on ranks that do not compute with it."""
         if is_separate:
-            own = copy.deepcopy(policy) if given is None else disable_dropout(given)
+            own = copy.deepcopy(policy) if model is None else disable_dropout(model)
             self.model = own.requires_grad_(False).eval()
         self.is_apart = apart and is_separate
         self.at_hand: AbstractContextManager[object] = nullcontext()

@@ -41,9 +41,9 @@ def with_gpu_defaults(config: Config, model: Model | None, device: torch.device,
     packs = open_ and runs_kernel(device) and packs_rows(model, config.trust_remote_code)
     found = decided(config, has_bf16(device), packs, rows_per_unit)
     before, after = _dependent(config), _dependent(found)
-    told = ", ".join(f"{name} {json.dumps(after[name])}" for name in after if before[name] != after[name])
-    if told:
-        logger.info("%s decides: %s; what you set is left as it is", device, told)
+    changed = ", ".join(f"{name} {json.dumps(after[name])}" for name in after if before[name] != after[name])
+    if changed:
+        logger.info("%s decides: %s; what you set is left as it is", device, changed)
     return found
 
 

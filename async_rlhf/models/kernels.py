@@ -53,8 +53,8 @@ def use_attention(model: PreTrainedModel, config: OnlineConfig, key: str) -> Non
         try:
             model.set_attn_implementation(config.attn_implementation)
         except (ValueError, ImportError) as error:
-            told = f"{type(model).__name__} ({key}) cannot use it: {error}"
-            raise ConfigError(f"attn_implementation: got {config.attn_implementation!r}; {told}") from error
+            why = f"{type(model).__name__} ({key}) cannot use it: {error}"
+            raise ConfigError(f"attn_implementation: got {config.attn_implementation!r}; {why}") from error
 
 
 def compile_blocks(model: nn.Module, config: OnlineConfig) -> None:

@@ -140,12 +140,12 @@ class AsyncCopy:
             copied = copied.clone()
         while self._under_way and sum(size for size, _ in self._under_way) + copied.nbytes > self._room:
             self._under_way.popleft()[1].result()
-        work = partial(self._beside, self._ready(), partial(place.copy_, copied, non_blocking=True))
+        work = partial(self._on_stream, self._ready(), partial(place.copy_, copied, non_blocking=True))
         self._under_way.append((copied.nbytes, self._later(work)))
 
     def end(self, work: Work) -> Future[None]:
         """Have this done when all copies are in place."""
-        return self._later(partial(self._beside, self._ready(), work))
+        return self._later(partial(self._on_stream, self._ready(), work))
 
     def _ready(self) -> Any:
         """Marks what the device has been asked to do so far."""
@@ -155,7 +155,7 @@ class AsyncCopy:
         ready.record(torch.cuda.current_stream(self._device))  # not of the current device, which may be another GPU
         return ready
 
-    def _beside(self, ready: Any, work: Callable[[], Any]) -> None:
+    def _on_stream(self, ready: Any, work: Callable[[], Any]) -> None:
         """Do work that needs what was marked, apart from what the device is asked to do meanwhile."""
         if self._stream is None:
             work()

@@ -91,7 +91,7 @@ def _hand_over(
     """Before a layer: give its router what is for it, or None. A copy of the model has hooks for its own routers."""
     routes_BTLE = kwargs.get(ROUTES)
     router: Any = layer.get_submodule(name)
-    router.given_NE = None if routes_BTLE is None else routes_BTLE[..., number, :].flatten(0, -2)
+    router.replayed_NE = None if routes_BTLE is None else routes_BTLE[..., number, :].flatten(0, -2)
     return args, {key: value for key, value in kwargs.items() if key != ROUTES}
 
 
@@ -104,11 +104,11 @@ def _choose_again(
     adds_up: Callable[[Any], bool], router: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """After a router: put what it was given in place of its choice, weighed by its own logits."""
-    given_NE, router.given_NE = router.given_NE, None
-    if given_NE is None:
+    replayed_NE, router.replayed_NE = router.replayed_NE, None
+    if replayed_NE is None:
         return None
     logits_NX, weights_NE, chosen_NE = output
-    chosen_NE = torch.where(given_NE == no_route(given_NE.dtype), chosen_NE, given_NE.to(chosen_NE.dtype))
+    chosen_NE = torch.where(replayed_NE == no_route(replayed_NE.dtype), chosen_NE, replayed_NE.to(chosen_NE.dtype))
     found_NE = torch.softmax(logits_NX.float(), dim=-1).gather(1, chosen_NE)
     if adds_up(router):
         found_NE = found_NE / found_NE.sum(dim=-1, keepdim=True)

@@ -46,7 +46,7 @@ class ScatteredBatches:
         passes: how many there are.
         sizes: the size of each dimension of a pass, by its letter.
         rows: the tensors of a pass; their names end in dimension letters, and are the same for each pass.
-        told: what all ranks have to know besides.
+        header: what all ranks have to know besides the rows.
         sharing: C, how many ranks that follow one another get the same pass.
     """
 
@@ -57,33 +57,33 @@ class ScatteredBatches:
         passes: int,
         sizes: Callable[[int], Mapping[str, int]],
         rows: Callable[[int], dict[str, Tensor]],
-        told: Any = None,
+        header: Any = None,
         sharing: int = 1,
     ) -> None:
         self._ranks, self._rows = ranks, rows
         self._sizes: list[Mapping[str, int]] = []
         self._types: dict[str, torch.dtype] = {}
-        self.told = told
+        self.header = header
 
         def plan() -> tuple[list[Mapping[str, int]], dict[str, torch.dtype], Any]:
             types = {name: tensor.dtype for name, tensor in (rows(0) if passes else {}).items()}
-            return [sizes(number) for number in range(passes)], types, told
+            return [sizes(number) for number in range(passes)], types, header
 
         if ranks.count > 1:
-            self._sizes, types, self.told = ranks.broadcast(place, plan)
+            self._sizes, types, self.header = ranks.broadcast(place, plan)
             # The largest first, so that each begins where its type may.
             self._types = dict(sorted(types.items(), key=lambda item: -_sent(item[1]).itemsize))
             passes = len(self._sizes)
         groups = ranks.count // sharing
-        self._hands = [list(dealt(range(passes), rank // sharing, groups)) for rank in range(ranks.count)]
+        self._shares = [list(share_of(range(passes), rank // sharing, groups)) for rank in range(ranks.count)]
 
     def __len__(self) -> int:
         """Passes of each rank."""
-        return len(self._hands[0])
+        return len(self._shares[0])
 
     def __iter__(self) -> Iterator[Pass]:
         under_way: deque[tuple[list[Callable[[], object]], Tensor | None]] = deque()
-        for turn, (number, counts) in enumerate(self._hands[self._ranks.rank]):
+        for turn, (number, counts) in enumerate(self._shares[self._ranks.rank]):
             while len(under_way) < min(_AHEAD, len(self) - turn):
                 under_way.append(self._begin(turn + len(under_way)))
             waits, message = under_way.popleft()
@@ -97,11 +97,11 @@ class ScatteredBatches:
     def _begin(self, turn: int) -> tuple[list[Callable[[], object]], Tensor | None]:
         """Start to send or to receive the rows of a round: what waits for them, and where they arrive."""
         if not self._ranks.is_main:
-            number, _ = self._hands[self._ranks.rank][turn]
+            number, _ = self._shares[self._ranks.rank][turn]
             message = torch.empty(sum(self._bytes(number)), dtype=torch.uint8)
             return [self._ranks.start_receiving(message, 0)], message
         others = range(1, self._ranks.count)
-        return [self._ranks.start_sending(self._packed(self._hands[rank][turn][0]), rank) for rank in others], None
+        return [self._ranks.start_sending(self._packed(self._shares[rank][turn][0]), rank) for rank in others], None
 
     def _packed(self, number: int) -> Tensor:
         rows = self._rows(number)
@@ -210,11 +210,11 @@ def by_length(lengths_B: Tensor, size: int) -> Iterator[Tensor]:
         yield from order_B.split(size)
 
 
-def dealt(parts: Sequence[T], rank: int, count: int) -> Iterator[tuple[T, bool]]:
+def share_of(parts: Sequence[T], rank: int, count: int) -> Iterator[tuple[T, bool]]:
     """A rank's parts, each with whether it counts.
 
     All ranks get the same number, because a pass may need every rank. If the last round has too few parts, the first
-    part is dealt again and does not count.
+    part is computed again and does not count.
     """
     for start in range(0, len(parts), count):
         number = start + rank
@@ -236,6 +236,8 @@ def in_shares(
         together: every pass needs all ranks, as with sharded weights. Then a rank without a batch in the last round
             computes one again, and drops the result.
     """
-    mine = [(compute(batch), counts) for batch, counts in dealt(batches, ranks.rank, ranks.count) if counts or together]
+    mine = [
+        (compute(batch), counts) for batch, counts in share_of(batches, ranks.rank, ranks.count) if counts or together
+    ]
     everyone = ranks.gather(place, [result for result, counts in mine if counts])
     return [everyone[number % ranks.count][number // ranks.count] for number in range(len(batches))]

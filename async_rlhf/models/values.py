@@ -72,7 +72,7 @@ def new_value_head(policy: PreTrainedModel, folder: str | None) -> nn.Linear:
 
 
 def value_model_for(
-    given: PreTrainedModel | str | None,
+    value_model: PreTrainedModel | str | None,
     reward_model: PreTrainedModel | None,
     policy: PreTrainedModel,
     device: torch.device,
@@ -80,10 +80,10 @@ def value_model_for(
     on_meta: bool = False,
 ) -> PreTrainedModel:
     """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
-    if isinstance(given, str):
-        return load_reward_model(given, device, "value_model", trust=trust, on_meta=on_meta)
-    if given is not None and given is reward_model:
+    if isinstance(value_model, str):
+        return load_reward_model(value_model, device, "value_model", trust=trust, on_meta=on_meta)
+    if value_model is not None and value_model is reward_model:
         raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
-    if given is not None:
-        return check_reward_model(given, "value_model").to(device)
+    if value_model is not None:
+        return check_reward_model(value_model, "value_model").to(device)
     return placed(new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model), device)

@@ -229,13 +229,13 @@ def _check_stop(config: OnlineConfig, inputs: Inputs) -> None:
     require(known, "stop_at", config.stop_at, f"must be one of {', '.join(names)}")
 
 
-def _algorithm(config: OnlineConfig, given: Algorithm | None) -> Algorithm:
+def _algorithm(config: OnlineConfig, algorithm: Algorithm | None) -> Algorithm:
     """The algorithm that the configuration is for."""
-    if given is None:
+    if algorithm is None:
         return of_config(config)
-    right = f"must be of type {given.config.__name__}"
-    require(type(config) is given.config, "args", type(config).__name__, right)
-    return given
+    right = f"must be of type {algorithm.config.__name__}"
+    require(type(config) is algorithm.config, "args", type(config).__name__, right)
+    return algorithm
 
 
 def _build(
@@ -484,10 +484,10 @@ def _adapts(config: OnlineConfig, policy: PreTrainedModel) -> bool:
 def _reads_shares(inputs: Inputs, parallel: Parallel) -> bool:
     """Whether models that are named stay without weights until they are sharded; the log names those that are not."""
     keys = ("model", "ref_model", "reward_model", "value_model")
-    given = [key for key in keys if isinstance(getattr(inputs, key), PreTrainedModel)]
-    if parallel.reads_shares and given and parallel.ranks.is_main:
-        told = "given as models, not by name, so every rank holds all of their weights before it keeps its share"
-        logger.info("%s: %s", ", ".join(given), told)
+    loaded = [key for key in keys if isinstance(getattr(inputs, key), PreTrainedModel)]
+    if parallel.reads_shares and loaded and parallel.ranks.is_main:
+        why = "given as models, not by name, so every rank holds all of their weights before it keeps its share"
+        logger.info("%s: %s", ", ".join(loaded), why)
     return parallel.reads_shares
 
 
@@ -521,7 +521,7 @@ def _with_sizes(
 def _value(
     config: OnlineConfig,
     algorithm: Algorithm,
-    given: Model | None,
+    value_model: Model | None,
     policy: PreTrainedModel,
     reward_model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
@@ -531,13 +531,13 @@ def _value(
     """The value model: as given, else a copy of the reward model, else built on the policy's body; or a value head."""
     needs = algorithm.needs(config)
     if not needs.values:
-        require(given is None, "value_model", given, f"must be None: {algorithm.name} has no value model")
+        require(value_model is None, "value_model", value_model, f"must be None: {algorithm.name} has no value model")
         return None
     if needs.shared_trunk:
-        if not (given is None or isinstance(given, str)):
+        if not (value_model is None or isinstance(value_model, str)):
             raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
-        return new_value_head(policy, given).to(device)
-    value = value_model_for(given, reward_model, policy, device, config.trust_remote_code, on_meta)
+        return new_value_head(policy, value_model).to(device)
+    value = value_model_for(value_model, reward_model, policy, device, config.trust_remote_code, on_meta)
     check_embeddings(value, tokenizer, "value_model")
     value = in_float32(value).requires_grad_(True)
     if config.lora.rank > 0:

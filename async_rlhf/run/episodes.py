@@ -33,8 +33,8 @@ def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float 
         calls = [call["function"] for call in message.get("tool_calls", ())]
         written = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
         reward = left.pop() if left and message["role"] == "assistant" else None
-        given = [] if reward is None else [f"[{reward:g}]"]
+        reward_text = [] if reward is None else [f"[{reward:g}]"]
         who = f"{message['role']} {message.get('name') or ''}".rstrip()
-        said = " ".join(filter(None, (str(message["content"]).strip("\n"), *written, *given)))
+        said = " ".join(filter(None, (str(message["content"]).strip("\n"), *written, *reward_text)))
         lines.append(f"{who}: {said}".replace("\n", "\n  "))  # so that only roles begin a line
     return "\n".join(lines[::-1])

@@ -92,7 +92,7 @@ class Loop:
         """On rank 0, fields of the state to resume from; their values are added to those that all have."""
 
     @property
-    def _beside(self) -> list[Write]:
+    def _other_writers(self) -> list[Write]:
         """Functions that write what else is in a checkpoint, on rank 0."""
         return []
 
@@ -107,7 +107,7 @@ class Loop:
         self._finish_save(wait=True)
         require_hold(run.hold)
         more = [] if resume is None else [resume.write]
-        write_learner(run, folder, dtype, [run.callbacks.save_state, *self._beside, *more])
+        write_learner(run, folder, dtype, [run.callbacks.save_state, *self._other_writers, *more])
 
     def save(self) -> None:
         """Write a checkpoint from which the run can resume bit for bit, and delete old ones."""
@@ -122,7 +122,7 @@ class Loop:
             delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
             if self.saves is not None:  # all that goes into a checkpoint is copied, and written beside training
                 require_hold(run.hold)
-                now = [] if resume is None else [run.callbacks.save_state, *self._beside, resume.write_state]
+                now = [] if resume is None else [run.callbacks.save_state, *self._other_writers, resume.write_state]
                 self.saves.start(
                     path, state.global_step, now, [] if resume is None else [resume.write_ahead], delete_old
                 )
@@ -220,7 +220,7 @@ class TrainingLoop(Loop):
         return run.ranks.broadcast("final state", lambda: run.callbacks.state)
 
     @property
-    def _beside(self) -> list[Write]:
+    def _other_writers(self) -> list[Write]:
         return [self._write_card]
 
     @property
@@ -262,8 +262,8 @@ class TrainingLoop(Loop):
             config, model = self.run.config, self.run.learner.policy
             turns, room = (metrics.get(f"episode/out_of_{what}", 0.0) for what in ("turns", "room"))
             whole = metrics["val/ended_share"] + turns + room
-            told = cut_off_warning(config, whole), no_room_warning(config, room, positions_of(model))
-            for warning in filter(None, told):
+            warnings = cut_off_warning(config, whole), no_room_warning(config, room, positions_of(model))
+            for warning in filter(None, warnings):
                 logger.warning("%s", warning)
         if everything:
             state = self.run.callbacks.state

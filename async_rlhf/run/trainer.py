@@ -250,13 +250,16 @@ class OnlineTrainer:
         return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
 
 
-def _functions(given: RewardFunction | Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
+def _functions(reward_funcs: RewardFunction | Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
     """All reward functions.
 
     Raises:
         ConfigError: one is a model, or its name, which TRL takes here, too.
     """
-    functions = (given,) if callable(given) or isinstance(given, str) else tuple(given)
+    if callable(reward_funcs) or isinstance(reward_funcs, str):
+        functions: tuple[RewardFunction, ...] = (reward_funcs,)
+    else:
+        functions = tuple(reward_funcs)
     right = "must be functions: give a reward model as reward_model, several by async_rlhf.rewards:reward_models"
     for function in functions:
         shown = function if isinstance(function, str) else f"a {type(function).__name__}"

@@ -256,8 +256,8 @@ def unrewarded(state: OnlineTrainerState) -> str:
     """How many completions had no reward, by the cause; "" if all had one."""
     count = sum(state.unrewarded.values())
     causes = sorted(state.unrewarded.items(), key=lambda each: -each[1])
-    told = ", ".join(f"{cause} ({number})" for cause, number in causes)
-    return f"{count} of {state.completions} completions had no reward: {told}" if count else ""
+    by_cause = ", ".join(f"{cause} ({number})" for cause, number in causes)
+    return f"{count} of {state.completions} completions had no reward: {by_cause}" if count else ""
 
 
 def _why(state: OnlineTrainerState) -> str:

@@ -170,7 +170,7 @@ TOO_DEAR = {
         publish_float32, "models.publish:AsyncCopy.copy", "copied = copied.clone()", "pass"
     ),
     "checksums before the copies have arrived": too_dear(
-        publish, "models.publish:AsyncCopy._beside", "self._stream.synchronize()", "None"
+        publish, "models.publish:AsyncCopy._on_stream", "self._stream.synchronize()", "None"
     ),
     "ended rows found on the device": too_dear(
         decode_twice, "generation.decode_cache:keep_rows", "places.to(device, non_blocking=True)", "places.to(device)"

@@ -127,7 +127,7 @@ def test_each_rank_gets_the_rows_that_it_computes_and_no_others(lengths, count, 
         return mine, again
 
     found, wires = on_ranks(count, work)
-    assert {mine.told for mine, _ in found} == {"all"}
+    assert {mine.header for mine, _ in found} == {"all"}
     assert {len(mine) for mine, _ in found} == {-(-len(parts) // count)}
     for rank, (mine, again) in enumerate(found):
         for passes in again:

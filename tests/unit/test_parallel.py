@@ -15,7 +15,7 @@ from async_rlhf.config.parallel import launched_on_host, launched_rank, launched
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.placement import worker_devices
 from async_rlhf.learner.strategies.choice import from_accelerate
-from async_rlhf.models.rows import dealt
+from async_rlhf.models.rows import share_of
 from async_rlhf.run import build
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -82,10 +82,10 @@ def test_a_stage_that_does_not_exist_is_refused():
 
 @given(parts=st.integers(0, 20), count=st.integers(1, 5))
 def test_every_part_is_dealt_once_in_as_many_rounds_to_everyone(parts, count):
-    hands = [list(dealt(range(parts), rank, count)) for rank in range(count)]
-    assert len({len(hand) for hand in hands}) == 1
-    assert sorted(part for hand in hands for part, counts in hand if counts) == list(range(parts))
-    assert len(hands[0]) == -(-parts // count)
+    shares = [list(share_of(range(parts), rank, count)) for rank in range(count)]
+    assert len({len(hand) for hand in shares}) == 1
+    assert sorted(part for hand in shares for part, counts in hand if counts) == list(range(parts))
+    assert len(shares[0]) == -(-parts // count)
 
 
 def test_generators_take_the_gpus_that_no_rank_uses(monkeypatch):

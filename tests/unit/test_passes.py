@@ -25,7 +25,7 @@ from async_rlhf.models import budget
 from async_rlhf.models.forest import size_of
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import by_length, dealt
+from async_rlhf.models.rows import by_length, share_of
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -49,9 +49,9 @@ def test_every_unit_is_in_one_pass_and_no_pass_is_over_its_limits(lengths, units
         computed = mine_UR.sum() if packed else mine_UR.numel() * mine_UR.max()
         assert units is None or len(part) <= units
         assert computed <= tokens or len(part) == 1
-    hands = [list(dealt(parts, rank, ranks)) for rank in range(ranks)]
-    assert len({len(hand) for hand in hands}) == 1
-    assert sum(counts for hand in hands for _, counts in hand) == len(parts)
+    shares = [list(share_of(parts, rank, ranks)) for rank in range(ranks)]
+    assert len({len(hand) for hand in shares}) == 1
+    assert sum(counts for hand in shares for _, counts in hand) == len(parts)
 
 
 @given(lengths=LENGTHS, units=st.integers(1, 12), ranks=st.integers(1, 4))
@@ -135,8 +135,8 @@ def passes_over_their_limits(texts, units, tokens, ranks, rows) -> list[list[int
     lengths_B = torch.tensor([len(text) for (text,) in texts])
     parts = Passes(units, tokens, True, 8, shared=True).split(lengths_B, rows, ranks, texts)
     assert sorted(n for part in parts for n in part.tolist()) == list(range(len(texts) // rows))
-    hands = [list(dealt(parts, rank, ranks)) for rank in range(ranks)]
-    assert len({len(hand) for hand in hands}) == 1
+    shares = [list(share_of(parts, rank, ranks)) for rank in range(ranks)]
+    assert len({len(hand) for hand in shares}) == 1
     found = [[n * rows + row for n in part.tolist() for row in range(rows)] for part in parts]
     sizes = [size_of([text for n in part for text in texts[n]]) for part in found]
     many = [

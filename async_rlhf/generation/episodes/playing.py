@@ -60,12 +60,12 @@ def _blamed() -> Iterator[None]:
         raise _FailedError(error) from error
 
 
-def _messages(given: Any, by: str) -> Sequence[Message]:
-    is_list = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    if not is_list or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in given):
+def _messages(messages: Any, by: str) -> Sequence[Message]:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+    if not is_list or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
         right = 'must be a list of messages, such as [{"role": "user", "content": "..."}]'
-        raise TypeError(f"{by} gave the messages {given!r:.200}; {right}")
-    return given
+        raise TypeError(f"{by} gave the messages {messages!r:.200}; {right}")
+    return messages
 
 
 class EpisodeError(UserCodeError):
@@ -164,11 +164,11 @@ class Player:
         session = Session(begin, self._renderer, self._limits.max_turns, ask)
         client = await self._endpoint.open(session.answer, Settings(params, self._limits))
         try:
-            given = await self._reward(session, client, prompt)
+            reward = await self._reward(session, client, prompt)
             if session.refused:
                 await self._sampled(session.last(), ask)
             with _blamed():
-                session.end(given)
+                session.end(reward)
         except _FailedError as failed:
             if session.error is not None:
                 raise session.error from None
@@ -180,15 +180,15 @@ class Player:
     async def _reward(self, session: Session, client: Client, prompt: Prompt) -> float:
         """Have an agent ask the policy; returns its reward."""
         try:
-            given = await self._call(self.spec.environment.value, client, self.spec.row(prompt), session=session)
+            reward = await self._call(self.spec.environment.value, client, self.spec.row(prompt), session=session)
         except _FailedError:
             if session.refused and session.error is None:  # it was told that there is no room: the episode is cut off
                 return 0.0
             raise
         with _blamed():
-            if given is None and not self.spec.is_judged:
+            if reward is None and not self.spec.is_judged:
                 raise ValueError("the agent returned None; must return its reward, a number, as nothing else gives one")
-            return 0.0 if given is None else number(given, "the agent returned")
+            return 0.0 if reward is None else number(reward, "the agent returned")
 
     async def _failed(self, episode: Episode, failed: _FailedError, ask: Ask) -> None:
         what, error = f"raised {type(failed.error).__name__}: {failed.error}", failed.error

@@ -97,10 +97,10 @@ def check_chat(messages: Any, tools: Any) -> None:
     Raises:
         RefusedError: names the first message or tool that is none.
     """
-    for name, given, wrong_with in (("messages", messages, _wrong_with), ("tools", tools, _wrong_with_tool)):
-        if not _is_list(given) or (name == "messages" and not given):
-            raise RefusedError("invalid_request", f"{name}: got {given!r:.100}; must be a list of them")
-        for number, one in enumerate(given):
+    for name, values, wrong_with in (("messages", messages, _wrong_with), ("tools", tools, _wrong_with_tool)):
+        if not _is_list(values) or (name == "messages" and not values):
+            raise RefusedError("invalid_request", f"{name}: got {values!r:.100}; must be a list of them")
+        for number, one in enumerate(values):
             if right := wrong_with(one):
                 raise RefusedError("invalid_request", f"{name}[{number}]: got {one!r:.100}; must {right}")
 

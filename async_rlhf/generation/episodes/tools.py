@@ -70,12 +70,12 @@ class ToolEnvironment:
         answers += [("", error, False) for error in message.get("call_errors", ())]
         self._calls += len(answers)
         self._errors += sum(not fine for *_, fine in answers)
-        told = [
+        messages = [
             {"role": "tool", "name": name, "content": text if fine else f"Error: {text}"}
             for name, text, fine in answers
         ]
         metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
-        return Observation(told, done=not answers, metrics=metrics)
+        return Observation(messages, done=not answers, metrics=metrics)
 
     def close(self) -> None:
         """Nothing is held."""
