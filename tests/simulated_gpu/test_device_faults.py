@@ -63,8 +63,8 @@ REFUSED = {
     ),
     "the value head is not moved": refused(
         "run.build:_value",
-        "new_value_head(policy, given).to(device)",
-        "new_value_head(policy, given)",
+        "new_value_head(policy, value_model).to(device)",
+        "new_value_head(policy, value_model)",
         {"algorithm": "ppo", "shared_trunk": True},
     ),
     "numpy of a tensor of the device": refused(
@@ -77,7 +77,7 @@ REFUSED = {
         "generation.decode_cache:keep_rows", "torch.tensor(stays)", "torch.tensor(stays, device=device)", said=INDEX
     ),
     "units chosen by an index of the device": refused(
-        "learner.learner:Learner._deal",
+        "learner.learner:Learner._scattered",
         "experience.part(parts[number], names)",
         'experience.part(parts[number].to("cuda:0"), names)',
     ),
