@@ -56,7 +56,7 @@ class Turn(Prompt):
     limit: int = 0
     """Most new tokens."""
     past: Any = None
-    """See :attr:`Answer.past`: of the answer before this turn."""
+    """See :attr:`SampleWithPast.past`: of the answer before this turn."""
 
 
 class RouteShape(NamedTuple):
@@ -184,7 +184,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer(Sample):
+class SampleWithPast(Sample):
     """An answer to a turn."""
 
     past: Any = None

@@ -44,9 +44,9 @@ class Worker:
         self.started: float | None = None
         """When it was started, on the monotonic clock, where that takes long."""
 
-    def arrive(self, answer: Answer, start: int | None = None) -> None:
+    def arrive(self, message: Message, start: int | None = None) -> None:
         """Hand over what came from it, or from an earlier start."""
-        self._arrived.put(Arrived(self, self.starts if start is None else start, answer))
+        self._arrived.put(Arrived(self, self.starts if start is None else start, message))
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
@@ -83,7 +83,7 @@ class Stop(NamedTuple):
     """The worker shall end when it has answered what it has."""
 
 
-Answer = Ready | Reply | Failure | Stop | BaseException | None
+Message = Ready | Reply | Failure | Stop | BaseException | None
 """What comes from a worker, or is to become of it. None: it was lost. An exception ends the run as it is."""
 
 
@@ -93,7 +93,7 @@ class Arrived(NamedTuple):
     worker: Any
     start: int
     """Number of the start of the worker that sent it."""
-    answer: Answer
+    message: Message
 
 
 class Dispatcher:

@@ -202,7 +202,7 @@ class RemoteGenerator:
             at_once=_in_flight(self._size, params) if streaming else 1,
             arrived=self.arrived,
             trace=trace,
-            on_reply=self._take,
+            on_reply=self._on_reply,
             on_error=self._answers.put,
             unstartable=self.unstartable,
         )
@@ -242,7 +242,7 @@ class RemoteGenerator:
     def collect_evaluation(self, version: int) -> tuple[Group, ...]:
         """Wait for every request of them; raises what :meth:`collect` does."""
         with self.trace.span("wait", evaluation=version):
-            replies = self._await(-version)
+            replies = self._wait_for_replies(-version)
             self.parallel.ranks.barrier(f"answers of version {version}")
         if self.parallel.ranks.is_main:
             self.dispatcher.idle_share(-version)
@@ -275,17 +275,19 @@ class RemoteGenerator:
         Raises:
             GeneratorError: a worker raised, all died too often, one answered with other weights, or none answered.
         """
-        replies = self._await(index)
-        course = self.parallel.ranks.broadcast(f"completions of batch {index}", lambda: self._course(index, replies))
-        seconds, versions, idle = course
+        replies = self._wait_for_replies(index)
+        statistics = self.parallel.ranks.broadcast(
+            f"completions of batch {index}", lambda: self._statistics(index, replies)
+        )
+        seconds, versions, idle = statistics
         self._trace_lanes(index, replies)
         groups = self._groups(index, replies)
-        metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _places(replies)
+        metrics = self._measure(index, replies, groups) | {"time/generate_idle_share": idle} | _occupancy(replies)
         if self.params.episodes is not None:
             metrics["time/environment"] = sum(reply.environment_seconds for _, reply in replies)
         return Batch(index, min(versions), groups, seconds, versions, metrics)
 
-    def _take(self, worker: Worker, reply: Reply) -> None:
+    def _on_reply(self, worker: Worker, reply: Reply) -> None:
         """Give the worker its next request at the moment that its reply arrives, in the keeper: :meth:`collect` may be
         called much later.
         """
@@ -299,13 +301,13 @@ class RemoteGenerator:
                 self.on_arrival(request.batch, first, groups)
         self._answers.put((worker, request, reply))
 
-    def _await(self, index: int) -> list[tuple[str, Reply]]:
+    def _wait_for_replies(self, index: int) -> list[tuple[str, Reply]]:
         """Every request's reply, in order, and who gave it."""
         replies, count = self._asked[index].replies, len(self._asked[index].firsts)
         deadline = time.monotonic() + self.config.timeout
         while len(replies) < count:
             self.publisher.thread.require()
-            answered = self._wait(deadline - time.monotonic())
+            answered = self._receive(deadline - time.monotonic())
             if answered:
                 deadline = time.monotonic() + self.config.timeout
         return [replies[number] for number in range(count)]
@@ -324,7 +326,7 @@ class RemoteGenerator:
             track = f"{label}, {index % self._lanes + 1} of {self._lanes}"
             self.trace.add("generate", started, ended, track, batch=index, version=min(map(_oldest, mine)))
 
-    def _course(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[float, tuple[int, ...], float]:
+    def _statistics(self, index: int, replies: Sequence[tuple[str, Reply]]) -> tuple[float, tuple[int, ...], float]:
         """The seconds that completions took, the oldest version in each request, and the workers' idle share."""
         seconds = max(reply.ended for _, reply in replies) - min(reply.started for _, reply in replies)
         return seconds, tuple(_oldest(reply) for _, reply in replies), self.dispatcher.idle_share(index)
@@ -339,7 +341,7 @@ class RemoteGenerator:
         if self.grows:
             self.supervisor.follow(folder)
 
-    def _wait(self, seconds: float) -> bool:
+    def _receive(self, seconds: float) -> bool:
         """Wait for an answer, but wake up in between to see whether this process itself was stopped."""
         asked, pause = time.monotonic(), min(max(seconds, 0.0), self.supervisor.look_seconds)
         try:
@@ -352,7 +354,7 @@ class RemoteGenerator:
             return False
         if isinstance(answer, BaseException):
             raise answer
-        self._accept(*answer)
+        self._record(*answer)
         return True
 
     def _no_answer(self) -> GeneratorError:
@@ -361,9 +363,9 @@ class RemoteGenerator:
             f"no answer from {self.kind} {numbers} for {self.config.timeout:g} s (generation.timeout)"
         )
 
-    def _accept(self, worker: Worker, request: Request, reply: Reply) -> None:
+    def _record(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
-        self._check(worker, request, reply)
+        self._verify(worker, request, reply)
         self._asked[request.batch].replies[request.number] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
@@ -372,7 +374,7 @@ class RemoteGenerator:
         elif request.params is not None:
             self.trace.add("evaluate", loaded, reply.ended, worker.label, version=reply.version)
 
-    def _check(self, worker: Worker, request: Request, reply: Reply) -> None:
+    def _verify(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Require the complete weights that the request names, and completions that are possible."""
         if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
             raise GeneratorError(
@@ -406,7 +408,7 @@ def _in_flight(size: int | None, params: SamplingParams) -> int:
     return requests + max(1, requests // 8)
 
 
-def _places(replies: Sequence[tuple[str, Reply]]) -> dict[str, float]:
+def _occupancy(replies: Sequence[tuple[str, Reply]]) -> dict[str, float]:
     """The share of the places for completions that were taken, if the engines can tell."""
     taken, places = (sum(reply.occupancy[i] for _, reply in replies) for i in (0, 1))
     return {"time/generate_places_taken": taken / places} if places else {}

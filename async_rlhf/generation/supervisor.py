@@ -17,7 +17,7 @@ from typing import Any
 
 from async_rlhf.config import ConfigError, GenerationConfig
 from async_rlhf.config.base import require
-from async_rlhf.generation.dispatch import Answer, Arrived, Dispatcher, Stop, Worker
+from async_rlhf.generation.dispatch import Arrived, Dispatcher, Message, Stop, Worker
 from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, work
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.system.errors import UserCodeError, last_place, own_frames
@@ -71,7 +71,7 @@ class Supervisor:
         self._worker_count: WorkerCount | None = None
         self.look_seconds = min(config.heartbeat_timeout / 4, config.start_timeout / 4, _LOOK_SECONDS)
         self._closing = False
-        self._keeper = threading.Thread(target=self._keep, name=f"keeper of each {kind}", daemon=True)
+        self._keeper = threading.Thread(target=self._run, name=f"keeper of each {kind}", daemon=True)
 
     def start(self) -> None:
         """Begin to look after the workers, if there are any."""
@@ -125,7 +125,7 @@ class Supervisor:
         worker_count.write([worker.number for worker in self.workers])
         self._worker_count = worker_count  # from here on the keeper obeys what is asked for there
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         """Take what comes, and look after the workers in between, until it is closed or something goes wrong."""
         looked = time.monotonic()
         try:
@@ -136,7 +136,7 @@ class Supervisor:
                     arrived = self._arrived.get(timeout=pause)
                     if arrived is not None and not self._closing:
                         with self._members:
-                            self._take(*arrived)
+                            self._on_message(*arrived)
                 except queue.Empty:
                     # What came after a stop of this process was taken first.
                     if overslept(asked, pause) or overslept(looked, self.look_seconds):
@@ -144,40 +144,40 @@ class Supervisor:
                             worker.since = time.monotonic()
                     with self._members:
                         self._replace_the_silent()
-                        self._obey()
+                        self._match_worker_count()
                     looked = time.monotonic()
         except BaseException as error:
             self._on_error(error)
 
-    def _take(self, worker: Worker, start: int, answer: Answer) -> None:
+    def _on_message(self, worker: Worker, start: int, message: Message) -> None:
         if worker not in self.workers:
             return
-        if isinstance(answer, Stop):
+        if isinstance(message, Stop):
             self.dispatcher.leave(worker)
             self._dismiss_if_idle(worker)
         elif start != worker.starts:
             return
-        elif isinstance(answer, Reply):
-            self._on_reply(worker, answer)
+        elif isinstance(message, Reply):
+            self._on_reply(worker, message)
             self._dismiss_if_idle(worker)
-        elif isinstance(answer, Ready):
+        elif isinstance(message, Ready):
             if worker.started is not None:
                 logger.info("%s is ready after %.0f s", worker.label, time.monotonic() - worker.started)
             if worker not in self._stopping:
                 self.dispatcher.join(worker)
-        elif isinstance(answer, BaseException):
-            raise answer
-        elif answer is None:  # it died, perhaps in the middle of a message
+        elif isinstance(message, BaseException):
+            raise message
+        elif message is None:  # it died, perhaps in the middle of a message
             self._replace(worker)
-        elif answer.is_lost:
-            self._replace(worker, answer.message)
-        elif answer.is_config:
-            raise ConfigError(answer.message)
-        elif frames := own_frames(answer.traceback):
+        elif message.is_lost:
+            self._replace(worker, message.message)
+        elif message.is_config:
+            raise ConfigError(message.message)
+        elif frames := own_frames(message.traceback):
             place = last_place(frames)
-            raise UserCodeError(f"{self.kind} {worker.number}: {answer.message.removesuffix(place)}{place}", frames)
+            raise UserCodeError(f"{self.kind} {worker.number}: {message.message.removesuffix(place)}{place}", frames)
         else:
-            raise GeneratorError(f"{self.kind} {worker.number}: {answer.message}\n\n{answer.traceback}")
+            raise GeneratorError(f"{self.kind} {worker.number}: {message.message}\n\n{message.traceback}")
 
     def _replace_the_silent(self) -> None:
         for worker in self.busy():
@@ -192,7 +192,7 @@ class Supervisor:
                 worker.kill()
                 self._replace(worker, f"gave no sign of life for {limit:g} s (generation.{key})")
 
-    def _obey(self) -> None:
+    def _match_worker_count(self) -> None:
         """Start or stop workers as is asked for in the run's folder, and say there who they are."""
         if self._worker_count is None:
             return

@@ -29,7 +29,7 @@ from async_rlhf.models.forward import evaluating
 from async_rlhf.models.routing import recorded_routes
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
-from async_rlhf.types import Answer, FinishReason, Prompt, Sample, Turn
+from async_rlhf.types import FinishReason, Prompt, Sample, SampleWithPast, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -545,9 +545,9 @@ class Decoding:
             raise FloatingPointError(f"the logits of weights version {version} are not finite")
         finish: FinishReason = "stop" if stopped else "length"
         routes_TLE = self._routes(place, len(prompt.tokens) + int(end))
-        kind = Answer if place in self._pasts else Sample
+        kind = SampleWithPast if place in self._pasts else Sample
         sample = kind.answer(prompt.tokens, tokens[:end], logprobs[:end], versions, finish, routes_TLE)
-        return replace(sample, past=self._pasts.pop(place)) if isinstance(sample, Answer) else sample
+        return replace(sample, past=self._pasts.pop(place)) if isinstance(sample, SampleWithPast) else sample
 
     def _routes(self, place: int, length: int) -> np.ndarray | None:
         """(T, L, E), of a prompt and its completion that has ended; see :attr:`Sample.routes_TLE`."""

@@ -99,10 +99,10 @@ class HereGenerator(RemoteGenerator):
         worker.handler, worker.has_begun = self.handler, True
         return worker
 
-    def _wait(self, seconds: float) -> bool:
+    def _receive(self, seconds: float) -> bool:
         worker = self.workers[0]
-        self._take(worker, worker.handler.answer(worker.open[0]))
-        return super()._wait(seconds)
+        self._on_reply(worker, worker.handler.answer(worker.open[0]))
+        return super()._receive(seconds)
 
     def sample(self, batch: int) -> Batch:
         self.submit(batch, batch - 1, prompts_of(batch))

@@ -55,7 +55,7 @@ class Session:
     async def answer(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Message, str, int, int]:
-        """See :data:`~async_rlhf.generation.episodes.endpoint.Answer`."""
+        """See :data:`~async_rlhf.generation.episodes.endpoint.Chat`."""
         async with self._lock:
             check_chat(messages, tools)
             if self._turns == self._max_turns:

@@ -20,7 +20,7 @@ from async_rlhf.generation.episodes.requests import RefusedError, Settings
 if TYPE_CHECKING:
     from aiohttp import web
 
-Answer = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Awaitable[tuple[Message, str, int, int]]]
+Chat = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], Awaitable[tuple[Message, str, int, int]]]
 """Has the policy answer messages, with schemas of tools. Returns its message, the reason why it ended, and how many
 tokens it read and wrote.
 
@@ -37,7 +37,7 @@ class Client:
     """On this host alone."""
     api_key: str
     """Names the episode."""
-    answer: Answer = field(repr=False)
+    answer: Chat = field(repr=False)
     settings: Settings = field(repr=False)
     """What a request may say."""
     loop: asyncio.AbstractEventLoop = field(repr=False)
@@ -70,7 +70,7 @@ class Endpoint:
         self._starting = asyncio.Lock()
         self._port = 0
 
-    async def open(self, answer: Answer, settings: Settings) -> Client:
+    async def open(self, answer: Chat, settings: Settings) -> Client:
         """Make a client for an episode."""
         async with self._starting:
             if self._runner is None:
