@@ -157,8 +157,8 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
     """All ranks share sampling, scoring by a reward model and likelihoods; rank 0 does the rest."""
     device, folder = rank_device(config, ranks), stage.folder
     judge = pairwise = None
-    if config.judge.url is None:  # load it first, so that errors show before anything is sampled
-        judge = RewardJudge.of(config, device, ranks)
+    if config.judge.url is None:  # first, so that errors show before anything is sampled; the engine needs the GPU
+        judge = RewardJudge.of(config, torch.device("cpu"), ranks)
     elif ranks.is_main:
         pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     given = _answers(config, models, folder, ranks)
@@ -167,7 +167,10 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
     require(reference in given.answers, "reference", reference, right)
     if judge is None and len(given.everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
-    notes = [] if judge is None else _score(given, judge)
+    notes = []
+    if judge is not None:
+        judge.to(device)
+        notes = _score(given, judge)
     results: dict[str, Any] = {
         "reference": reference,
         "prompts": len(given.lines),

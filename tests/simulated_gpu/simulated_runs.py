@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -14,6 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import pytest
 import simulated_device
 import torch
 import transformers
@@ -22,6 +24,10 @@ from simulated_device import Traffic, traffic
 from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, new_reward_model
 from transformers import TrainerCallback
 
+from async_rlhf.commands import generate
+from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.config import EvaluateConfig
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import process
 from async_rlhf.generation.engines import ModelSpec
@@ -32,6 +38,7 @@ from async_rlhf.models import packing, weights
 from async_rlhf.models import publish as snapshots
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.packing import is_packed
+from async_rlhf.models.saving import write_model
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.types import Prompt
 
@@ -128,6 +135,42 @@ def by_itself(folder: Path) -> tuple[dict[str, Any], list[bool]]:
     found = {name: getattr(trainer.args, name) for name in ("bf16", "max_tokens_per_pass", "annotate_max_tokens")}
     models = (policy, trainer.learner.reference.model, trainer.run.scorer.reward_model)
     return found | {"dtype": trainer.args.generation.dtype}, list(map(is_packed, models))
+
+
+def judges(folder: Path) -> list[str]:
+    """Where the judge of an evaluation is: when an engine is made, and when it scores."""
+    write_model(new_policy(), byte_tokenizer(), folder / "policy")
+    write_model(new_reward_model(), byte_tokenizer(), folder / "reward")
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    places, made, engine_of = list[str](), list[RewardJudge](), generate._Engines.of
+    judge_of, scored = RewardJudge.of.__func__, RewardJudge.__call__
+
+    def noted(kind: type, *args: Any) -> RewardJudge:
+        made.append(judge_of(kind, *args))
+        return made[-1]
+
+    def looked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            places.append(str(made[0].model.device))
+            return function(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RewardJudge, "of", classmethod(noted))
+        patch.setattr(RewardJudge, "__call__", looked(scored))
+        patch.setattr(generate._Engines, "of", looked(engine_of))
+        run_evaluate(
+            EvaluateConfig(
+                models={"policy": str(folder / "policy")},
+                data=str(folder / "data.jsonl"),
+                reward_model=str(folder / "reward"),
+                output_dir=str(folder / "out"),
+                response_length=4,
+                device="cuda:0",
+            )
+        )
+    return places
 
 
 @dataclass(frozen=True)

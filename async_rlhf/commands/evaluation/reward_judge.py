@@ -64,6 +64,11 @@ class RewardJudge:
         chat = chat or ChatConfig()
         self.chat = None if self.tokenizer is None else ChatTemplate(self.tokenizer, chat, chat.time_of())
 
+    def to(self, device: torch.device) -> None:
+        """Bring the reward model to a device, where it scores from now on."""
+        if self.model is not None:
+            self.model.to(device)
+
     @classmethod
     def of(
         cls, config: EvaluateConfig | PairsConfig | RelabelConfig, device: torch.device, ranks: Ranks
