@@ -119,7 +119,8 @@ class TransformersEngine:
             for name, tensor in held.items():
                 tensor.copy_(tensors[name])
         self.version = version
-        return digests({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()})
+        on_device = any(tensor.is_cuda for tensor in tensors.values())
+        return digests({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()}, on_device=on_device)
 
     def probe(self) -> list[float]:
         """See :func:`~async_rlhf.generation.audit.probe_logprobs`."""

@@ -162,7 +162,7 @@ class VLLMEngine:
                 raise RuntimeError("vLLM did not take the adapter")
         # vLLM asks for the adapter by number with every request, and would read the folder each time.
         self._adapter = LoRARequest("policy", 1, folder)
-        return digests(tensors)
+        return digests(tensors, on_device=any(tensor.is_cuda for tensor in tensors.values()))
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """K completions for each prompt, in the order of the prompts. All wait for places at vLLM's scheduler."""

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.generation.placement import available_cores
 from async_rlhf.models.conversion import as_in_checkpoints
-from async_rlhf.models.weights import digests
+from async_rlhf.models.weights import device_digests, digests, fold
 
 _HASHING = min(8, available_cores())
 """Threads that compute checksums while weights are loaded; they hold no lock of Python's meanwhile."""
@@ -50,7 +50,7 @@ class SnapshotLoader:
         rank = self.rank + 1  # type: ignore[attr-defined]  # of vLLM's worker
         receiver = self.__dict__.setdefault("async_rlhf_receiver", Receiver())
         tensors = receiver.receive(fields, rank, device)
-        return {} if tensors is None else load_weights(self, tensors)
+        return {} if tensors is None else load_weights(self, tensors, on_device=False)
 
     def describe_model(self) -> dict[str, Any]:
         """The architecture, and how it is computed."""
@@ -69,12 +69,14 @@ class SnapshotLoader:
         return json.loads(json.dumps(found, default=str))
 
 
-def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]], on_device: bool = True) -> dict[str, str]:
     """Load a snapshot in place of the model's weights.
 
     Args:
         worker: of vLLM.
         tensors: with their names in transformers' model; taken one after the other.
+        on_device: tensors on a GPU are folded there. The learner, which keeps them on the host if it sends them by
+            NCCL, then has to do the same.
 
     Returns:
         The digest of each tensor that vLLM took.
@@ -84,12 +86,17 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
     """
     model, config = worker.model_runner.get_model(), worker.vllm_config
     handed: dict[str, Callable[[], dict[str, str]]] = {}
+    folded, like = dict[str, Tensor](), dict[str, Tensor]()
 
     def handing_over() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            compute = partial(digests, {name: tensor})
-            # From a GPU it has to be copied in the stream that received it, which is this thread's.
-            handed[name] = partial(dict, compute()) if tensor.is_cuda else pool.submit(compute).result
+            # On a GPU in the stream that received it, which is this thread's.
+            if tensor.is_cuda and on_device:
+                folded[name], like[name] = fold(tensor), torch.empty_like(tensor, device="meta")
+            elif tensor.is_cuda:
+                handed[name] = partial(dict, digests({name: tensor}))
+            else:
+                handed[name] = pool.submit(digests, {name: tensor}).result
             yield name, tensor
 
     with torch.no_grad(), set_current_vllm_config(config), ThreadPoolExecutor(_HASHING) as pool:
@@ -111,7 +118,8 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str
             f"vLLM kept old weights, or was given NaN: {', '.join(stale[:5])}{' and more' if len(stale) > 5 else ''}"
         )
     worker.model_runner.reset_lora_state()
-    return {name: digest for compute in handed.values() for name, digest in compute().items()}
+    found = {name: digest for compute in handed.values() for name, digest in compute().items()}
+    return found | device_digests(folded, like)
 
 
 @contextmanager

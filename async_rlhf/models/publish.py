@@ -371,6 +371,8 @@ class SnapshotRing(Snapshots):
         super().__init__(dtype, slots, adapters_only)
         self.specs, self.slot_bytes = specs, slot_bytes
         self.memory, self.fd = memory, fd
+        self._version = memory[:8].view(torch.int64)
+        """The number of the newest version, seen from any process."""
 
     def __reduce__(self) -> tuple[object, ...]:
         """A child process gets the same memory, not a copy."""
@@ -383,8 +385,8 @@ class SnapshotRing(Snapshots):
         """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
         specs, slot_bytes = layout(weights_of(model, adapters_only, parallel, dtype))
         memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
-        memory[:8].view(torch.int64)[0] = -1
         ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
+        ring._version[0] = -1
         if fd >= 0 and parallel.device_of(model).type == "cuda":
             ring.pin(memory)
         return ring
@@ -421,14 +423,14 @@ class SnapshotRing(Snapshots):
     @property
     def newest(self) -> int:
         """The version published last, seen from any process; -1 for none."""
-        return int(self.memory[:8].view(torch.int64)[0])
+        return int(self._version[0])
 
     def _places(self, model: nn.Module, version: int, parallel: Parallel) -> Mapping[str, Tensor]:
         return self.views(version)
 
     def make_available(self, version: int) -> None:
-        self.published[version] = digests(self.views(version), self._hashing)
-        self.memory[:8].view(torch.int64)[0] = version  # last, so that readers of the number find the whole version
+        self.published[version] = digests(self.views(version), self._hashing, on_device=self.memory.is_cuda)
+        self._version[0] = version  # last, so that readers of the number find the whole version
 
     def close(self) -> None:
         """Free the memory. Views taken before keep it alive until they are gone."""
@@ -440,12 +442,24 @@ class SnapshotRing(Snapshots):
 
 class DeviceRing(SnapshotRing):
     """The same in memory of the learner's device, shared by CUDA IPC on a GPU: for workers on that device, so nothing
-    crosses the bus.
+    crosses the bus. The number of the newest version is on the host: who samples in flight reads it in every step, and
+    would wait for the device each time.
     """
+
+    def __init__(self, *arguments: Any, version_fd: int | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._version_fd = nameless_file(8) if version_fd is None else version_fd
+        self._version = mapped(self._version_fd).view(torch.int64)
 
     def __reduce__(self) -> tuple[object, ...]:
         rebuild, arguments = reduce_tensor(self.memory)
-        return _attach_device, (self.specs, self.slot_bytes, self.slots, rebuild, arguments)
+        return _attach_device, (self.specs, self.slot_bytes, self.slots, DupFd(self._version_fd), rebuild, arguments)
+
+    def close(self) -> None:
+        super().close()
+        if self._version_fd >= 0:
+            os.close(self._version_fd)
+            self._version_fd = -1
 
     @staticmethod
     def _allocated(size: int, model: nn.Module) -> tuple[Tensor, int]:
@@ -536,11 +550,13 @@ def _attach(specs: Specs, slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
     return SnapshotRing(specs, slot_bytes, slots, mapped(own), own)
 
 
-def _attach_device(specs: Specs, slot_bytes: int, slots: int, rebuild: Any, arguments: tuple[Any, ...]) -> DeviceRing:
+def _attach_device(
+    specs: Specs, slot_bytes: int, slots: int, version: Any, rebuild: Any, arguments: tuple[Any, ...]
+) -> DeviceRing:
     if rebuild is rebuild_cuda_tensor and arguments[_DEVICE] >= torch.cuda.device_count():
         # This process sees only its own GPU, as the first.
         arguments = (*arguments[:_DEVICE], 0, *arguments[_DEVICE + 1 :])
-    return DeviceRing(specs, slot_bytes, slots, rebuild(*arguments))
+    return DeviceRing(specs, slot_bytes, slots, rebuild(*arguments), version_fd=version.detach())
 
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")

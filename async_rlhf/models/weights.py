@@ -113,13 +113,16 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def digests(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
+def digests(tensors: Mapping[str, Tensor], threads: int = 1, on_device: bool = False) -> dict[str, str]:
     """A 128-bit checksum of type, shape and bytes of each tensor.
 
     Args:
         tensors: by name.
         threads: that compute; they hold no lock of Python's meanwhile.
+        on_device: give :func:`device_digests` instead.
     """
+    if on_device:
+        return device_digests({name: fold(tensor) for name, tensor in tensors.items()}, tensors)
 
     def of(tensor: Tensor) -> str:
         return digest(tensor.dtype, tuple(tensor.shape), [tensor])
@@ -136,6 +139,51 @@ def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) 
     for part in parts:
         found.update(_bytes(part))
     return found.hexdigest()
+
+
+def fold(tensor: Tensor) -> Tensor:
+    """A 128-bit checksum of a tensor's bytes, (2,) int64, computed where they are: nothing leaves a GPU.
+
+    Every word of 8 bytes is mixed (Appleby's finaliser of MurmurHash3), multiplied by an odd number that depends on its
+    place, and summed modulo 2^64: twice, by different numbers.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
+    parts = [*data[:whole].view(torch.int64).split(_FOLDED), rest.view(torch.int64)]
+    found_2, start = torch.zeros(2, dtype=torch.int64, device=data.device), 0
+    for part_N in parts:
+        words_N = _mixed(part_N)
+        places_N = torch.arange(start + 1, start + 1 + len(part_N), device=data.device)
+        found_2 += torch.stack([(words_N * (_mixed(places_N * key) | 1)).sum() for key in _KEYS])
+        start += len(part_N)
+    return found_2
+
+
+_FOLDED = 1 << 22
+"""Words that are folded at a time: what lies between takes some hundred megabytes."""
+_KEYS = (-7046029254386353131, -4417276706812531889)
+"""2^64 / golden ratio, and a prime of xxHash, as signed numbers."""
+
+
+def _mixed(words_N: Tensor) -> Tensor:
+    for factor in (-49064778989728563, -4265267296055464877):
+        words_N = (words_N ^ (words_N >> 33 & 0x7FFFFFFF)) * factor
+    return words_N ^ (words_N >> 33 & 0x7FFFFFFF)
+
+
+def device_digests(folded: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A checksum of type, shape and bytes of each tensor, from what :func:`fold` gave, in one copy to the host."""
+    numbers = torch.stack(list(folded.values())).tolist() if folded else []
+    words = (f"{first & _ALL:016x}{second & _ALL:016x}" for first, second in numbers)
+    return {
+        name: f"{tensors[name].dtype} {tuple(tensors[name].shape)} {word}"
+        for name, word in zip(folded, words, strict=True)
+    }
+
+
+_ALL = (1 << 64) - 1
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -219,6 +219,7 @@ class Published:
     moved: int
     """Bytes that left the device."""
     parameters: int
+    tensors: int
     bytes_each: int
     """Of a parameter as it is published."""
     waits: Mapping[str, int]
@@ -314,12 +315,17 @@ def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = to
     with traffic() as later:
         for part in work:
             part()
-    found = ring.published[1] == weights.digests(expected)
+    found = ring.published[1] == weights.digests(expected, on_device=kind == "DeviceRing")
+    with traffic() as looking:
+        assert ring.newest == 1
+    assert not looking.waits, "who samples in flight would wait for the device in every step"
     ring.close()
     assert sum(simulated_device.SimulatedRuntime.pinned.values()) == before, "memory of the host stays pinned"
     early = sum(meanwhile.to_host.values())
     moved = early + sum(later.to_host.values())
-    return Published(moved, parameters, dtype.itemsize, dict(meanwhile.waits), early, bool(found), pinned)
+    return Published(
+        moved, parameters, len(expected), dtype.itemsize, dict(meanwhile.waits), early, bool(found), pinned
+    )
 
 
 def decode_waits(length: int, stops: int = 12) -> tuple[Mapping[str, int], list[int]]:

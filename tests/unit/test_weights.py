@@ -14,8 +14,9 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import _process_left_alone, folder_of, gpu_environment
+from async_rlhf.models import weights
 from async_rlhf.models.publish import BackgroundThread, DeviceRing, SnapshotFolder, SnapshotRing, pinned
-from async_rlhf.models.weights import checksum, differing, digests, named_weights
+from async_rlhf.models.weights import checksum, device_digests, differing, digests, fold, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
 
 
@@ -113,6 +114,33 @@ def test_another_process_sees_what_is_published(make_policy, kind):
         ours.send(None)
         process.join(10)
         ring.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_checksum_on_the_device_sees_every_bit_and_every_place(dtype):
+    """Of words that a lost bit, a swapped pair or a shifted part changes; and however the words are cut into parts."""
+    tensor = torch.arange(1, 10 * 37 + 4).to(torch.uint8).view(-1)[: 40 * 4].view(dtype).clone()
+    right, data = fold(tensor).tolist(), tensor.view(torch.uint8)
+    found = {tuple(right)}
+    for place in range(len(data)):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            found.add(tuple(fold(tensor).tolist()))
+            data[place] ^= 1 << bit
+    assert len(found) == 1 + 8 * len(data)
+    swapped = data.clone()
+    swapped[:8], swapped[8:16] = data[8:16].clone(), data[:8].clone()
+    assert tuple(fold(swapped.view(dtype)).tolist()) not in found
+    assert fold(tensor).tolist() == right
+
+
+def test_a_checksum_on_the_device_does_not_depend_on_its_parts(monkeypatch):
+    tensor = torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    whole = fold(tensor).tolist()
+    monkeypatch.setattr(weights, "_FOLDED", 7)
+    assert fold(tensor).tolist() == whole
+    assert device_digests({"a": fold(tensor)}, {"a": tensor}) == digests({"a": tensor}, on_device=True)
+    assert digests({"a": tensor}, on_device=True) != digests({"a": tensor.view(7, 143)}, on_device=True)
 
 
 def test_vllm_sees_its_own_gpu_alone(monkeypatch):
