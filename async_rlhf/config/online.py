@@ -162,8 +162,7 @@ class OnlineConfig(TrainingConfig):
     gradient_checkpointing: Literal["auto", "selective", True, False] = key("auto", role="speed")
     """Compute activations again in the backward pass instead of keeping them: about a third more work for much less
     memory. "selective" keeps matrix products and attention: hardly more work, and about half the memory. "auto" chooses
-    true where the largest pass would not fit into the GPU's memory otherwise, and says so in the log; never on a
-    CPU."""
+    the least with which the largest pass fits into the GPU's memory, and says so in the log; false on a CPU."""
     attn_implementation: str | None = None
     """transformers' name of the attention of the learner's models, such as "sdpa", "eager", "flash_attention_2" or the
     name of a kernel on the hub; null for each model's own choice."""

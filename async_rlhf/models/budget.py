@@ -33,6 +33,8 @@ _MOST = 1 << 24
 _MANY = 1 << 22
 """Tokens with which the head computes by chunks, for any vocabulary."""
 _AUTO = ("gradient_checkpointing", "max_tokens_per_pass", "annotate_max_tokens")
+_RECOMPUTED = (False, "selective", True)
+"""What ``gradient_checkpointing`` can be, from the least recomputed to the most."""
 _ON_CPU: dict[str, Any] = dict(zip(_AUTO, (False, CPU_TOKENS, CPU_TOKENS), strict=True))
 Config = TypeVar("Config", OnlineConfig, StageConfig)
 
@@ -142,7 +144,7 @@ def with_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
         recorded: the configuration in the checkpoint, with dotted keys.
     """
     auto = [name for name in _AUTO if getattr(config, name, None) == "auto"]
-    known: dict[str, Any] = {name: recorded[name] for name in auto if isinstance(recorded.get(name), int)}
+    known: dict[str, Any] = {name: recorded[name] for name in auto if recorded.get(name) not in (None, "auto")}
     return replace(config, **known)
 
 
@@ -195,10 +197,15 @@ def with_sizes(
     room = USED * min(unused + torch.cuda.memory_reserved(device), (1 - taken) * total)
     for name in auto:  # in this order: whether activations are kept decides how many tokens fit
         if name == "gradient_checkpointing":
-            needed = bytes_without_checkpointing(config, trained, frozen, parallel, rows_per_unit)
-            again = any(parallel.ranks.gather(name, needed > room))
-            what = "%s: %s, for without it the learner takes %.1f GB of the %.1f GB that can be used of %s"
-            logger.info(what, name, "on" if again else "off", needed / 1e9, room / 1e9, device)
+            needed = {
+                again: bytes_of_update(config, trained, frozen, parallel, rows_per_unit, again)
+                for again in (False, "selective")
+            }
+            here = next((again for again, size in needed.items() if size <= room), True)
+            again: Any = max(parallel.ranks.gather(name, here), key=_RECOMPUTED.index)
+            what = "%s: %s: the learner takes %.1f GB without it, %.1f with selective, of %.1f that can be used of %s"
+            said = {False: "off", True: "on"}.get(again, again)
+            logger.info(what, name, said, *(size / 1e9 for size in needed.values()), room / 1e9, device)
             config = replace(config, gradient_checkpointing=again)
             continue
         with_gradient, left = name == "max_tokens_per_pass", room - _held(trained, frozen, config, parallel)
@@ -232,12 +239,13 @@ def _held(
     return total / shards
 
 
-def bytes_without_checkpointing(
+def bytes_of_update(
     config: OnlineConfig,
     trained: Sequence[PreTrainedModel],
     frozen: Sequence[PreTrainedModel],
     parallel: Parallel,
     rows_per_unit: int,
+    recompute: bool | str,
 ) -> float:
     """Bytes that a rank of the learner holds at the peak of an update whose passes are as large as they can be, or with
     "auto" as they must be, with AdamW; see :func:`with_sizes`.
@@ -246,6 +254,6 @@ def bytes_without_checkpointing(
     one = Pass(rows * config.max_length, rows * config.generation.longest_written)
     total = _held(trained, frozen, config, parallel)
     for model in trained:
-        memory = replace(memory_of(model, config, parallel, recompute=False), update=one, annotate=one)
+        memory = replace(memory_of(model, config, parallel, recompute), update=one, annotate=one)
         total += max(memory.updating().values())
     return total

@@ -345,34 +345,34 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
     """With 1,000 more parameters frozen and trained, and with passes of twice as many rows."""
     policy, config = new_policy(), OnlineDPOConfig(per_device_train_batch_size=2)
     held = 16.0 * policy.num_parameters()
-    alone = budget.bytes_without_checkpointing(config, [policy], [], Parallel(), 2)
-    assert budget.bytes_without_checkpointing(config, [policy], [policy], Parallel(), 2) == alone + held / 4
+    alone = budget.bytes_of_update(config, [policy], [], Parallel(), 2, False)
+    assert budget.bytes_of_update(config, [policy], [policy], Parallel(), 2, False) == alone + held / 4
     parallel = Parallel()
     parallel.ranks = SimpleNamespace(count=2)  # with DDP's buckets
-    assert budget.bytes_without_checkpointing(config, [policy], [], parallel, 2) == alone + held / 4
+    assert budget.bytes_of_update(config, [policy], [], parallel, 2, False) == alone + held / 4
     more = replace(config, per_device_train_batch_size=4)
     rows = config.rows_of_pass(2), more.rows_of_pass(2)
     assert rows == (4, 8)
     passes = [memory(policy).bytes(number * config.max_length) for number in rows]
     assert alone <= held + passes[0]
-    assert (
-        budget.bytes_without_checkpointing(more, [policy], [], Parallel(), 2) - alone
-        > 0.5 * (passes[1] - passes[0])
-        > 0
-    )
+    assert budget.bytes_of_update(more, [policy], [], Parallel(), 2, False) - alone > 0.5 * (passes[1] - passes[0]) > 0
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.99, True), (1.01, False)])
-def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, share, expected):
-    """With so much of the memory that all activations need."""
-    needed = budget.bytes_without_checkpointing(OnlineDPOConfig(), [new_policy()], [], Parallel(), 2)
+@pytest.mark.parametrize(
+    ("kept", "share", "expected"),
+    [(False, 1.01, False), (False, 0.99, "selective"), ("selective", 1.01, "selective"), ("selective", 0.99, True)],
+)
+def test_a_gpu_computes_activations_again_only_where_they_would_not_fit(monkeypatch, caplog, kept, share, expected):
+    """With so much of the memory that all activations need, or those that "selective" keeps."""
+    needed = budget.bytes_of_update(OnlineDPOConfig(), [new_policy()], [], Parallel(), 2, kept)
     memory = share * needed / 0.8
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
     config, gpu = OnlineDPOConfig(), torch.device("cuda:0")
     with caplog.at_level(logging.INFO):
         decided = budget.with_sizes(config, [new_policy()], [], Parallel(), gpu, 2)
     assert decided.gradient_checkpointing is expected
-    assert f"gradient_checkpointing: {'on' if expected else 'off'}, for without it the learner takes" in caplog.text
+    said = {False: "off", True: "on"}.get(expected, expected)
+    assert f"gradient_checkpointing: {said}: the learner takes" in caplog.text
     # What others have, or will take, is no room.
     assert budget.with_sizes(config, [new_policy()], [], Parallel(), gpu, 2, taken=0.3).gradient_checkpointing
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0.7 * memory, memory))
