@@ -132,6 +132,9 @@ def check_memory(config: OnlineConfig, learner: torch.device) -> None:
         right = f"must be at most {math.floor(100 * room / number) / 100:g}, and leave what the learner needs"
         right = f"{others} share {device}; {right if device in used else right.partition(',')[0]}"
         require(share <= room + 1e-9, "generation.vllm.gpu_memory_utilization", each, right)
+        # vLLM counts all that leaves a GPU while it starts as its own: the later one would find no room for its cache.
+        right = f"must be set: {number} generators share {device}, and each would measure the other's memory as its own"
+        require(number == 1, "generation.vllm.kv_cache_gb", None, right)
 
 
 def check_gpus(config: OnlineConfig, learner: torch.device) -> None:

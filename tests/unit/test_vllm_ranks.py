@@ -118,7 +118,6 @@ def test_generators_take_no_gpu_of_a_rank_unless_they_are_told_to(
         (1, 0.3, {}, None),
         (2, 0.9, {}, None),
         (2, 0.6, {"workers": 2}, "2 generators share cuda:1; must be at most 0.5"),
-        (2, 0.5, {"workers": 2}, None),
         (3, 0.9, {"workers": 2}, None),
         (2, 0.9, {"device": "cuda:0"}, ".*must be at most 0.8"),
         (3, 0.9, {"device": "cuda:2"}, None),
@@ -144,6 +143,19 @@ def test_those_who_share_a_gpu_do_not_ask_for_more_than_all_of_it(monkeypatch, m
         check_memory(config, torch.device("cuda:0"))
     judging = make_args("judged", generation={"engine": "vllm", "vllm": vllm}, staleness=1)
     assert memory_taken(judging, torch.device("cuda:0")) == {f"cuda:{gpus - 1}": share}
+
+
+def test_generators_that_share_a_gpu_say_how_large_their_caches_are(monkeypatch, make_args):
+    """vLLM counts as its own all that leaves a GPU while it starts, another generator's memory too."""
+    on_gpus(2, monkeypatch)
+    for kv_cache_gb, wrong in (
+        (None, pytest.raises(ConfigError, match="kv_cache_gb: got None; must be set: 2 gen")),
+        (4, nullcontext()),
+    ):
+        vllm = VLLMConfig(gpu_memory_utilization=0.5, kv_cache_gb=kv_cache_gb)
+        config = make_args(f"{kv_cache_gb}", generation={"engine": "vllm", "vllm": vllm, "workers": 2}, staleness=1)
+        with wrong:
+            check_memory(config, torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize(
