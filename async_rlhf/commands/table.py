@@ -45,6 +45,7 @@ COMMANDS = {
     "report": Command(
         "make one HTML page of runs: warnings, staleness, timeline, samples", "studies.report.config:ReportConfig"
     ),
+    "doctor": Command("say what this machine has for a run, and what will not work", "commands.doctor:DoctorConfig"),
     "recipes": Command("list the recipes, or copy one to here", "commands.recipes:RecipesConfig"),
     "config": Command(
         "migrate FILE: rewrite the original's YAML in our format",
