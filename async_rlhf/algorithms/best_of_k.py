@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from async_rlhf.algorithms.policy import kl_loss, kl_penalties, penalty_needs
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, key
+from async_rlhf.config.base import at_least, configuration, key
 from async_rlhf.config.policy import KLConfig, KLPenaltyConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
-@dataclass(frozen=True)
+@configuration
 class OnlineBoKConfig(KLPenaltyConfig):
     """Best-of-K: supervised learning on the best of K samples (Stiennon et al., arXiv 2009.01325, as a trainer)."""
 

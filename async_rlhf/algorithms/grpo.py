@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from async_rlhf.algorithms.policy import credited, policy_loss, ratio_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import above, below, inside, key
+from async_rlhf.config.base import above, below, configuration, inside, key
 from async_rlhf.config.policy import GroupConfig, KLConfig
 from async_rlhf.types import Experience
 
 
-@dataclass(frozen=True)
+@configuration
 class GRPOConfig(GroupConfig):
     """Group relative policy optimisation (Shao et al., arXiv 2402.03300) and its variants."""
 
@@ -44,7 +43,7 @@ class GRPOConfig(GroupConfig):
         self.require(self.surrogate == "clipped" or self.ratio == "token", "ratio", right)
 
 
-@dataclass(frozen=True)
+@configuration
 class DrGRPOConfig(GRPOConfig):
     """GRPO without its two biases (Liu et al., arXiv 2503.20783): no division by deviations or by lengths."""
 
@@ -56,7 +55,7 @@ class DrGRPOConfig(GRPOConfig):
     """As for GRPO."""
 
 
-@dataclass(frozen=True)
+@configuration
 class GSPOConfig(GRPOConfig):
     """Group sequence policy optimisation (Zheng et al., arXiv 2507.18071): one clipped ratio for each sample."""
 
@@ -70,7 +69,7 @@ class GSPOConfig(GRPOConfig):
     """And at 1 + this; null for cliprange."""
 
 
-@dataclass(frozen=True)
+@configuration
 class CISPOConfig(GRPOConfig):
     """GRPO with clipped weights in place of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, key
+from async_rlhf.config.base import above, at_least, configuration, key
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.policy import IN_LOSS
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
-@dataclass(frozen=True)
+@configuration
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples."""
 

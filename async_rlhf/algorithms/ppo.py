@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, inside, key
+from async_rlhf.config.base import above, at_least, configuration, inside, key
 from async_rlhf.config.online import LEARNING_RATE
 from async_rlhf.config.policy import IN_LOSS, RatioConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
-@dataclass(frozen=True)
+@configuration
 class PPOConfig(RatioConfig):
     """PPO with a learned value function (Schulman et al., arXiv 1707.06347)."""
 

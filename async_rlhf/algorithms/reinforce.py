@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from async_rlhf.algorithms import policy
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, inside, key
+from async_rlhf.config.base import at_least, configuration, inside, key
 from async_rlhf.config.policy import GroupConfig, KLConfig, OffPolicyConfig, RatioConfig
 from async_rlhf.types import Experience
 
 
-@dataclass(frozen=True)
+@configuration
 class RLOOConfig(GroupConfig):
     """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): one ratio and one advantage for each completion."""
 
@@ -27,7 +27,7 @@ class RLOOConfig(GroupConfig):
         self.require(self.off_policy.level == "sequence", "off_policy.level", right)
 
 
-@dataclass(frozen=True)
+@configuration
 class ReinforcePPConfig(RatioConfig):
     """REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over the whole batch, without a value model."""
 

@@ -8,13 +8,12 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_rlhf.config.base import Checked, key
+from async_rlhf.config.base import Checked, configuration, key
 from async_rlhf.system.versions import environment
 
 _GB = 1e9
@@ -25,7 +24,7 @@ _DRIVERS = {"13": 580, "12": 525}
 _LEAST_DISK_GB, _LEAST_MEMORY_GB, _LEAST_SHARED_GB = 20, 8, 1
 
 
-@dataclass(frozen=True)
+@configuration
 class DoctorConfig(Checked):
     """Say what this machine has for a run, what will not work on it, and why."""
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import Checked, require
+from async_rlhf.config.base import Checked, configuration, require
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
 
-@dataclass(frozen=True)
+@configuration
 class RecipesConfig(Checked):
     """List the recipes, or copy one of them, or a folder of them: ``async-rlhf recipes [NAME]``."""
 

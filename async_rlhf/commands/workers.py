@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import Checked, at_least, at_most, key
+from async_rlhf.config.base import Checked, at_least, at_most, configuration, key
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.run.folder import refuse_second
 from async_rlhf.system.lock import InUseError
@@ -16,7 +15,7 @@ _PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
+@configuration
 class WorkersConfig(Checked):
     """Say how many generators a run has, or have it start or stop some: ``async-rlhf workers RUN [N]``, on the host of
     its learner. Only runs with generator processes or Ray actors have such."""

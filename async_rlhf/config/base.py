@@ -7,57 +7,36 @@ type and default, and :func:`key` adds rules and a role. Everything else that is
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
-from async_rlhf.config.secrets import HIDDEN, is_secret, masked
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
+from async_rlhf.config.errors import ConfigError, problem_of_text, require, shown
+from async_rlhf.config.secrets import HIDDEN, is_secret
+from async_rlhf.config.spelling import dotted, meant
 
-class ConfigError(ValueError):
-    """A configuration that cannot work. The message names the key, the value unless it is secret, and what is right."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(masked(message))
-
-
-_SHOWN = 300
-_LARGEST = 10**12
-"""No count in a run is larger, and a product of a few counts still fits the numbers that programs use."""
-
-
-def require(condition: bool, key: str, value: object, right: str) -> None:
-    """Raise :class:`ConfigError` for ``key`` unless ``condition`` holds."""
-    if not condition:
-        raise ConfigError(f"{key}: got {HIDDEN if is_secret(key) else shown(value)}; {right}")
-
-
-def shown(value: object) -> str:
-    """A value as messages show it: on one line, and of limited length."""
-    try:
-        text = repr(value)
-    except Exception as error:  # of any kind: an integer with more digits than Python prints, a user's own class
-        text = f"a {type(value).__name__} ({error})"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def problem_of_text(text: str) -> str | None:
-    """What is wrong with a text in any key; None if nothing is."""
-    if "\0" in text:
-        return "must be without NUL characters, which no path or name can hold"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "must be Unicode text, without half characters (surrogates)"
-    return None
+Kind = TypeVar("Kind")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -72,29 +51,21 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=_STRICT)
+
+
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a key's type."""
-    origin = get_origin(kind)
-    if kind is Any:
-        return True
-    if origin is Literal:
-        return any(value is option or (type(value) is type(option) and value == option) for option in get_args(kind))
-    if origin in (Union, types.UnionType):
-        return any(fits(value, option) for option in get_args(kind))
-    if origin in (list, tuple):
-        inner = get_args(kind)[0]
-        return isinstance(value, (list, tuple)) and all(fits(item, inner) for item in value)
-    if origin is dict:
-        inner = get_args(kind)[1]
-        return isinstance(value, dict) and all(isinstance(k, str) and fits(v, inner) for k, v in value.items())
-    if kind is type(None):
-        return value is None
-    if kind is float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return number and (math.isfinite(value) if isinstance(value, float) else abs(value) <= 10**300)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def spelt(kind: Any) -> str:
@@ -115,20 +86,14 @@ def spelt(kind: Any) -> str:
     )
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"seed": 0}} as {"train.seed": 0}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
 Role = Literal["result", "speed", "place", "log"]
 """What a key decides. "result": what comes out. "speed": how fast, and how long to wait. "place": where things are
 read, computed and written, and what may be used or replaced there. "log": what is reported. A finished stage is
 refused only if a "result" key differs; a run may be resumed with other values of the other roles."""
 SUMS = "the last digits of sums depend on it"
 """Why a run cannot be resumed bit for bit on another device, or with another number of threads."""
+_LARGEST = 10**12
+"""No count in a run is larger, and a product of a few counts still fits the numbers that programs use."""
 REQUIRED: Any = MISSING
 """Stands for a default that does not exist."""
 
@@ -233,17 +198,90 @@ hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 """The types of a configuration's fields, by name; evaluated once for each class, as a run makes many of them."""
 
 
+@overload
+def configuration(kind: type[Kind], /) -> type[Kind]: ...
+
+
+@overload
+def configuration(*, kw_only: bool = False) -> Callable[[type[Kind]], type[Kind]]: ...
+
+
+@dataclass_transform(frozen_default=True)
+def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -> Any:
+    """A frozen dataclass of keys, whose types pydantic checks.
+
+    Raises:
+        ConfigError: when one is made, by a value of another type, or with a key that it has not.
+    """
+
+    def decorate(kind: type[Kind]) -> type[Kind]:
+        made: Any = dataclass(frozen=True, kw_only=kw_only, config=_STRICT)(kind)
+        validated = made.__init__
+
+        @wraps(validated)
+        def checked_init(self: Any, *arguments: Any, **named: Any) -> None:
+            positional = [_as_list(value) for value in arguments]
+            by_name = {name: _as_list(value) for name, value in named.items()}
+            try:
+                validated(self, *positional, **by_name)
+            except ValidationError as error:
+                found = _of_key(type(self), error, positional, by_name)
+                raise found from found.__cause__
+
+        made.__init__ = checked_init
+        return made
+
+    return decorate if kind is None else decorate(kind)
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if type(value) is tuple else value
+
+
+_checked: Any = cache(configuration)
+
+
+def _of_key(kind: type, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
+    """The first of pydantic's errors as one of ours."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    if not first["loc"]:
+        return TypeError(f"{kind.__name__}: {first['msg']}")
+    place, names = first["loc"][0], [item.name for item in dataclasses.fields(typing.cast(Any, kind))]
+    if isinstance(place, int):
+        positional = [item.name for item in dataclasses.fields(typing.cast(Any, kind)) if not item.kw_only]
+        if place >= len(positional):
+            return TypeError(f"{kind.__name__} takes {len(positional)} values without names; got {len(arguments)}")
+        name, value = positional[place], arguments[place]
+    else:
+        name, value = str(place), named.get(str(place))
+    if name not in names:
+        return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, names, '')}")
+    if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return ConfigError(f"{name}: must be given")
+    if first["type"] == "multiple_argument_values":
+        return TypeError(f"{kind.__name__}: {name} is given twice")
+    return ConfigError(
+        f"{name}: got {HIDDEN if is_secret(name) else shown(value)}; must be {spelt(hints_of(kind)[name])}"
+    )
+
+
 class Checked:
-    """Base of the frozen configs: checks type and rules of every field; subclasses add checks of several."""
+    """Base of the frozen configs: pydantic checks types, then come the rules of each key; subclasses add checks of
+    several.
+    """
 
     _group = ""
     """Prefix of key names in errors."""
 
     def __post_init__(self) -> None:
-        hints = hints_of(type(self))
+        if not is_pydantic_dataclass(type(self)):  # a user's own, by the decorator of the standard library
+            _checked(type(self))(**{item.name: getattr(self, item.name) for item in fields_of(type(self))})
+            return
         for item in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, item.name)
-            require(fits(value, hints[item.name]), item.name, value, f"must be {spelt(hints[item.name])}")
             counts = not isinstance(value, int) or abs(value) <= _LARGEST
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")
             problem = next(filter(None, map(problem_of_text, _texts(value))), None)

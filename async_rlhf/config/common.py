@@ -5,11 +5,23 @@ In Python they are passed by name. ``--help`` lists them after a command's own k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, SUMS, Checked, Rule, above, at_least, at_most, key, require
+from async_rlhf.config.base import (
+    DEVICE,
+    FOLDER,
+    REQUIRED,
+    SUMS,
+    Checked,
+    Rule,
+    above,
+    at_least,
+    at_most,
+    configuration,
+    key,
+    require,
+)
 from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
 from async_rlhf.config.rewards import check_one_judge
 
@@ -28,7 +40,7 @@ TEMPERATURE = (Rule(lambda value: 1e-3 <= value <= 1e3, _BEYOND),)
 """Below these bounds log-probabilities overflow; above them all tokens are equally likely up to float32 rounding."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class RepeatableConfig(Checked):
     """A command that does nothing again unless it is told to."""
 
@@ -36,7 +48,7 @@ class RepeatableConfig(Checked):
     """Do it again even if it is done already, and replace what is there."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class ResultsConfig(RepeatableConfig):
     """A folder of results."""
 
@@ -44,7 +56,7 @@ class ResultsConfig(RepeatableConfig):
     """The folder for all results."""
 
 
-@dataclass(frozen=True)
+@configuration
 class OfRunConfig(Checked):
     """What is done with an earlier run."""
 
@@ -52,7 +64,7 @@ class OfRunConfig(Checked):
     """The output folder of a run of ``async-rlhf train``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class ModelCodeConfig(Checked):
     """Models that may come with code."""
 
@@ -74,7 +86,7 @@ def _is_time(text: str) -> bool:
 _TIME = Rule(_is_time, _A_TIME)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class ChatConfig(Checked):
     """How chats become text."""
 
@@ -95,7 +107,7 @@ class ChatConfig(Checked):
         return datetime.now() if given is None else datetime.fromisoformat(given)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class ChattingConfig(ModelCodeConfig):
     """Models that read chats."""
 
@@ -103,7 +115,7 @@ class ChattingConfig(ModelCodeConfig):
     """How chats are written."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class TrainingConfig(ChattingConfig):
     """Training by the learner, online or supervised."""
 
@@ -151,7 +163,7 @@ class TrainingConfig(ChattingConfig):
         return self.bf16 is True
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class SharedWorkConfig(RepeatableConfig, ChattingConfig):
     """Work with models that are not trained, which ranks can share."""
 
@@ -164,7 +176,7 @@ class SharedWorkConfig(RepeatableConfig, ChattingConfig):
         check_device(self.device, self.parallel.ranks)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class TruncationConfig(Checked):
     """Sampling from a truncated distribution."""
 
@@ -176,7 +188,7 @@ class TruncationConfig(Checked):
     """Sample only from this many of the likeliest tokens; 0 samples from all."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class FirstWordsConfig(Checked):
     """Rows of plain text."""
 
@@ -185,7 +197,7 @@ class FirstWordsConfig(Checked):
     `query_reference_response`. Texts with no more words are dropped, and counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class PromptsConfig(FirstWordsConfig):
     """Rows with prompts."""
 
@@ -203,7 +215,7 @@ class PromptsConfig(FirstWordsConfig):
         require(not named, f"{group}prompt_field", self.prompt_field, right)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class HeldOutRowsConfig(FirstWordsConfig):
     """Training data, of which some may be held out."""
 
@@ -230,7 +242,7 @@ class HeldOutRowsConfig(FirstWordsConfig):
             self.leaves_out(["eval_split"], f"without {group}eval", group)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class SamplingConfig(TruncationConfig, PromptsConfig, SharedWorkConfig):
     """Answers to prompts by models that are not trained."""
 
@@ -253,7 +265,7 @@ class SamplingConfig(TruncationConfig, PromptsConfig, SharedWorkConfig):
         self.check_prompts()
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class RewardedConfig(Checked):
     """Completions judged by a reward."""
 
@@ -268,7 +280,7 @@ class RewardedConfig(Checked):
         check_one_judge(self.reward_model, self.reward_funcs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class VLLMMemoryConfig(Checked):
     """vLLM's memory, and what else vLLM takes."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
-from async_rlhf.config.base import above, at_least, at_most, key, require
+from async_rlhf.config.base import above, at_least, at_most, configuration, key, require
 from async_rlhf.config.common import EVAL_FRACTION, ResultsConfig, RewardedConfig, SamplingConfig
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.episodes import World
@@ -14,7 +14,7 @@ from async_rlhf.config.parallel import check_device
 from async_rlhf.config.rewards import JudgeConfig
 
 
-@dataclass(frozen=True)
+@configuration
 class HeldOutConfig(ResultsConfig, SamplingConfig):
     """Models that answer held-out prompts, and how."""
 
@@ -76,7 +76,7 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
         self.require(self.parallel.ranks == 1 or "policy" in supports, "engine", right)
 
 
-@dataclass(frozen=True)
+@configuration
 class GenerateConfig(HeldOutConfig):
     """Completions of held-out prompts by several models: ``async-rlhf generate``.
 
@@ -85,7 +85,7 @@ class GenerateConfig(HeldOutConfig):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class EvaluateConfig(HeldOutConfig, RewardedConfig):
     """Evaluation on held-out prompts: ``async-rlhf evaluate``. Samples as ``generate`` does, then judges.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from async_rlhf.config.base import (
     at_least,
     at_most,
     below,
+    configuration,
     key,
     require,
 )
@@ -49,7 +49,7 @@ _SENDABLE = Rule(
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class VLLMConfig(VLLMMemoryConfig):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
@@ -79,7 +79,7 @@ EPISODE_CAP = 4096
 """Tokens of an episode after its prompt, unless a run says otherwise or the model has no room for them."""
 
 
-@dataclass(frozen=True)
+@configuration
 class GenerationConfig(TruncationConfig):
     """How completions are sampled, and where."""
 
@@ -236,7 +236,7 @@ def _is_url(text: str) -> bool:
         return False
 
 
-@dataclass(frozen=True)
+@configuration
 class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
     """A vLLM server for runs with ``generation.placement: server``.
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_rlhf.config.base import APART, FOLDER, SUMS, Checked, Rule, above, at_least, at_most, inside, key, require
+from async_rlhf.config.base import (
+    APART,
+    FOLDER,
+    SUMS,
+    Checked,
+    Rule,
+    above,
+    at_least,
+    at_most,
+    configuration,
+    inside,
+    key,
+    require,
+)
 from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensOnGPU, TrainingConfig
 from async_rlhf.config.contradictions import check_together
 from async_rlhf.config.generation import GenerationConfig
@@ -49,7 +62,7 @@ _ENDS = "it decides when the run ends, not what a batch trains"
 NonEosPenalty = bool | Literal["replace", "add"]
 
 
-@dataclass(frozen=True)
+@configuration
 class AdapterConfig(Checked):
     """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight. Dropout stays off."""
 
@@ -66,7 +79,7 @@ class AdapterConfig(Checked):
             self.leaves_out(("alpha", "target_modules"), "with rank 0, which trains every weight")
 
 
-@dataclass(frozen=True)
+@configuration
 class LoRAConfig(AdapterConfig):
     """Adapters in online training. The reference policy is then the policy with its adapters off."""
 
@@ -82,7 +95,7 @@ class LoRAConfig(AdapterConfig):
         self.keeps("base_bits", Rule(lambda _: self.rank > 0, "must be null with rank 0, which trains every weight"))
 
 
-@dataclass(frozen=True)
+@configuration
 class OnlineConfig(TrainingConfig):
     """What every online algorithm shares.
 

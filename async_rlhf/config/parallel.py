@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from async_rlhf.config.base import Checked, above, at_least, key, require
+from async_rlhf.config.base import Checked, above, at_least, configuration, key, require
 
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 DECIDED = (
@@ -41,7 +40,7 @@ def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("LOCAL_WORLD_SIZE", 1)) if launched_ranks(environment) > 1 else 1
 
 
-@dataclass(frozen=True)
+@configuration
 class SharedConfig(Checked):
     """Work that is shared over several ranks, one for each device, while each has models of its own: start the command
     with torchrun, accelerate launch, or srun.
@@ -56,7 +55,7 @@ class SharedConfig(Checked):
     value is checked at the start."""
 
 
-@dataclass(frozen=True)
+@configuration
 class ParallelConfig(Checked):
     """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch,
     or srun as in recipes/slurm.

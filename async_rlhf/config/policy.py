@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
 from typing import Literal
 
-from async_rlhf.config.base import Checked, above, at_least, at_most, below, key, require
+from async_rlhf.config.base import Checked, above, at_least, at_most, below, configuration, key, require
 from async_rlhf.config.common import MAX_COEFFICIENT
 from async_rlhf.config.online import NonEosPenalty, OnlineConfig
 
 IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
 
 
-@dataclass(frozen=True)
+@configuration
 class KLConfig(Checked):
     """The penalty that keeps the policy near the reference policy."""
 
@@ -44,7 +43,7 @@ class KLConfig(Checked):
         require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
 
 
-@dataclass(frozen=True)
+@configuration
 class OffPolicyConfig(Checked):
     """How a ratio-based objective corrects for samples from weights other than those being trained.
 
@@ -64,7 +63,7 @@ class OffPolicyConfig(Checked):
     """Upper bound of the weight, see importance."""
 
 
-@dataclass(frozen=True)
+@configuration
 class KLPenaltyConfig(OnlineConfig):
     """Objectives with an explicit KL penalty."""
 
@@ -88,7 +87,7 @@ class KLPenaltyConfig(OnlineConfig):
         return own
 
 
-@dataclass(frozen=True)
+@configuration
 class RatioConfig(KLPenaltyConfig):
     """Objectives on the clipped ratio pi / old (Schulman et al., arXiv 1707.06347, eq. 7)."""
 
@@ -122,7 +121,7 @@ class RatioConfig(KLPenaltyConfig):
     sample."""
 
 
-@dataclass(frozen=True)
+@configuration
 class GroupConfig(RatioConfig):
     """Objectives whose baseline is the rewards of the prompt's other completions."""
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.config.base import Checked, Rule, above, at_least, key
+from async_rlhf.config.base import Checked, Rule, above, at_least, configuration, key
 
 _ADDRESS = Rule(
     lambda value: value in ("auto", "local") or re.fullmatch(r"[^\s/]+:[0-9]+", value) is not None,
@@ -19,7 +18,7 @@ _LABELS = Rule(
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class RayConfig(Checked):
     """Generators and reward workers as actors in a Ray cluster, for ``launch: ray``.
 

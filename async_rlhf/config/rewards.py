@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, key, require
+from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, configuration, key, require
 from async_rlhf.config.secrets import HIDDEN, apart, is_masked
 
 GOLD_REWARD = "async_rlhf.tasks.docstrings.reward:gold_rewards"
@@ -87,7 +87,7 @@ def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> No
     require(one, "reward_model", reward_model, "give either a reward_model or reward_funcs")
 
 
-@dataclass(frozen=True)
+@configuration
 class EndpointConfig(Checked):
     """A model behind a URL."""
 
@@ -119,7 +119,7 @@ class EndpointConfig(Checked):
         require(apart(self.url or "")[1] is None, place, "a URL with a password", right)
 
 
-@dataclass(frozen=True)
+@configuration
 class JudgeConfig(EndpointConfig):
     """A language model that compares two completions, behind an OpenAI-compatible URL.
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
-from async_rlhf.config.base import ConfigError, dotted
+from async_rlhf.config.errors import ConfigError
 
 _ELSEWHERE = {
     "num_generations": "train.samples_per_prompt",
@@ -37,6 +37,14 @@ DROPPED: dict[str, str] = {
 """Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
 _IDLE = {"feedback.answers": 1, "staleness_mode": "exact"}
 """What such keys held without being of use, where that was not nothing."""
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"seed": 0}} as {"train.seed": 0}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def dropped(key: str) -> str:

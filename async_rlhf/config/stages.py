@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
 from async_rlhf.config.base import (
@@ -17,6 +17,7 @@ from async_rlhf.config.base import (
     at_least,
     at_most,
     below,
+    configuration,
     key,
 )
 from async_rlhf.config.common import (
@@ -38,7 +39,7 @@ _SMALL = "a new model is a small one"
 _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole number, or below 1 a share of all steps")
 
 
-@dataclass(frozen=True)
+@configuration
 class NewModelConfig(Checked):
     """A small language model made from scratch, with a byte-level BPE tokenizer unless another is given."""
 
@@ -64,7 +65,7 @@ class NewModelConfig(Checked):
         self.require(self.hidden_size // self.num_heads % 2 == 0, "hidden_size", right)
 
 
-@dataclass(frozen=True)
+@configuration
 class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     """What the supervised stages share."""
 
@@ -160,7 +161,7 @@ def _whole(every: float, steps: int) -> int:
     return int(every) if every >= 1 else math.ceil(every * steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class SFTConfig(StageConfig):
     """Supervised fine-tuning: ``async-rlhf sft``. Rows have `query_reference_response` and maybe `query`, its start; or
     `prompt` and `completion`; or `messages`, a chat that ends with the assistant's answer; or `text`.
@@ -192,7 +193,7 @@ class SFTConfig(StageConfig):
             self.new_model.leaves_out(["vocab_size"], right, "new_model.")
 
 
-@dataclass(frozen=True)
+@configuration
 class PairsConfig(SamplingConfig, RewardedConfig):
     """Preference pairs from a model's own samples, judged by a reward, or from ratings: ``async-rlhf pairs``."""
 
@@ -245,7 +246,7 @@ RATED = ("score_field", "margin", "max_pairs", "eval_fraction")
 """Keys that mean nothing where pairs are sampled."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class RewardConfig(StageConfig):
     """Reward model from preference pairs or from ratings: ``async-rlhf reward``. Rows have `prompt`, `chosen` and
     `rejected`, as text or as messages of a chat; `prompt` may be missing where both sides are whole chats, or texts
@@ -284,7 +285,7 @@ class RewardConfig(StageConfig):
             self.leaves_out(["reference_split"], "without reference")
 
 
-@dataclass(frozen=True)
+@configuration
 class RelabelConfig(RewardedConfig, SharedWorkConfig):
     """Preference pairs labelled anew by a gold reward: ``async-rlhf relabel``. Rows as for ``reward``."""
 

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, overload
 
-from async_rlhf.config.base import Checked
+from async_rlhf.config.base import Checked, configuration
 
 
-@dataclasses.dataclass(frozen=True)
+@configuration
 class Reward(Checked, ABC):
     """A reward function with options, the fields of its class.
 

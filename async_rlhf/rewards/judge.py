@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from async_rlhf.config import ConfigError, JudgeConfig
-from async_rlhf.config.base import require
+from async_rlhf.config.base import configuration, require
 from async_rlhf.rewards.chat import MARKED, ChatModel, filled
 
 QUESTION = f"""Here are a request and two answers to it. Which answer is the better one: the more correct, helpful and \
@@ -142,7 +141,7 @@ def verdict(reply: str) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-@dataclass(frozen=True)
+@configuration
 class Judge(JudgeConfig):
     """What a judge says of completions, from 0 to 1. It answers without chance (temperature 0), and each text once.
 

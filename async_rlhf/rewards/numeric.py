@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from async_rlhf.config.base import at_least, key
+from async_rlhf.config.base import at_least, configuration, key
 from async_rlhf.rewards.base import Reward, column_values
 
 _DASHES = "\N{MINUS SIGN}\N{EN DASH}"
@@ -41,7 +40,7 @@ _NUMBER = re.compile(
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
 
 
-@dataclass(frozen=True)
+@configuration
 class NumericAnswer(Reward):
     r"""1 if the completion's number equals the reference's, else 0.
 

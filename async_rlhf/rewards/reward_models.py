@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from async_rlhf.config.base import REQUIRED, Checked, at_least, key, require
+from async_rlhf.config.base import REQUIRED, Checked, at_least, configuration, key, require
 from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import masked
 from async_rlhf.rewards.chat import JudgeError, placed, post, told
@@ -67,7 +66,7 @@ class _Latest:
 _LATEST = _Latest()
 
 
-@dataclass(frozen=True)
+@configuration
 class RewardModels(Checked):
     """Scores of one or several sequence-classification models with one output, each with its own tokenizer.
 
@@ -183,7 +182,7 @@ def _messages(prompt: str) -> list[Message]:
     return [{"role": "user", "content": prompt}]
 
 
-@dataclass(frozen=True)
+@configuration
 class RewardServer(EndpointConfig):
     """Scores of a classification server, asked for many texts at a time: vLLM's ``/classify`` (``vllm serve MODEL
     --runner pooling``), or any that answers {"scores": [...]}; ``url`` is that of the endpoint.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import regex as matching
 
-from async_rlhf.config.base import at_least, key, require
+from async_rlhf.config.base import at_least, configuration, key, require
 from async_rlhf.rewards.base import Reward, column_values
 
 _FLAGS = matching.VERSION0  # reads an expression as Python's own module does
@@ -17,7 +16,7 @@ MATCH_SECONDS = 10.0
 take microseconds."""
 
 
-@dataclass(frozen=True)
+@configuration
 class ExactMatch(Reward):
     """1 if the completion is the reference, else 0.
 
@@ -62,7 +61,7 @@ class ExactMatch(Reward):
         return text.casefold() if self.ignore_case else text
 
 
-@dataclass(frozen=True)
+@configuration
 class Regex(Reward):
     """1 if the completion matches a regular expression (of the package ``regex``, which accepts Python's), else 0.
 
@@ -96,7 +95,7 @@ class Regex(Reward):
         check_pattern(place, pattern)
 
 
-@dataclass(frozen=True)
+@configuration
 class Length(Reward):
     """A reward for length: the length itself, or how near it is to the wanted length.
 
@@ -132,7 +131,7 @@ class Length(Reward):
         return float((self.minimum or 0) <= length and (self.maximum is None or length <= self.maximum))
 
 
-@dataclass(frozen=True)
+@configuration
 class Distinct(Reward):
     """How little a completion repeats itself: the share of its runs of ``n`` words that are distinct, 1 if none comes
     twice or there is none (distinct-n: Li et al., arXiv 1510.03055, section 5). Watched with the weight 0, it falls

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from typing import Any
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.config.base import REQUIRED, Checked, key, require
+from async_rlhf.config.base import REQUIRED, Checked, configuration, key, require
 from async_rlhf.config.common import HeldOutRowsConfig, PromptsConfig
 from async_rlhf.config.episodes import World
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions, check_rewards
 
 
-@dataclass(frozen=True)
+@configuration
 class DataConfig(PromptsConfig, HeldOutRowsConfig):
     """Where prompts come from."""
 
@@ -26,7 +26,7 @@ class DataConfig(PromptsConfig, HeldOutRowsConfig):
         self.check_prompts("data.")
 
 
-@dataclass(frozen=True)
+@configuration
 class RunConfig(Checked):
     """Online training: ``async-rlhf train``."""
 

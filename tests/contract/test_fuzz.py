@@ -21,7 +21,7 @@ from async_rlhf.compat.original import parse_either
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, MAX_NODES, parse_yaml
+from async_rlhf.config.yaml_text import MAX_ALIASES, MAX_CHARACTERS, parse_yaml
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import load_rows
@@ -257,17 +257,15 @@ def test_every_file_of_rows_is_read_or_has_one_clear_error(lines):
 
 @each([
     ("a: 1\nb: 2\na: 3", "line 3: got the key 'a' again (line 1); must be there once"),
-    ("a:\n  b: 1:30", "line 2: got '1:30'; must be a plain decimal number, or text in quotes"),
-    ("a: 010", "line 1: got '010'; must be a plain decimal number"),
     ("a: " + "9" * 5000, "must be an integer of at most 64 bits"),
-    ("a: " + "[" * 5000, f"line 1: has lists or mappings deeper than {MAX_DEPTH}"),
-    ("a: &x\n  b: *x", "line 1: holds itself, by an alias"),
-    (BOMB, f"has more than {MAX_NODES} values, its aliases written out"),
+    ("a: " + "[" * 5000, "is no YAML: lists or mappings too deep in each other"),
+    ("a: &x\n  b: *x", "line 2: holds itself, by an alias"),
+    (BOMB, f"more than {MAX_ALIASES} aliases"),
     ("x" * (MAX_CHARACTERS + 1), f"must be at most {MAX_CHARACTERS} characters"),
     ('a: "b\\0c"', "must be without NUL characters"),
     ('a: "\\ud800"', "must be Unicode text"),
     ("1: 2", "line 1: got '1' as a key; must be text"),
-    ("a: !!python/name:os.system", "line 1: got the tag 'tag:yaml.org,2002:python/name:os.system'"),
+    ("a: !!python/name:os.system", "could not determine a constructor for the tag 'tag:yaml.org,2002:python/name"),
     ("a: [1", "line 1: is no YAML"),
 ])  # fmt: skip
 def test_what_yaml_must_not_say(text, expected):
@@ -279,9 +277,9 @@ def test_what_yaml_must_not_say(text, expected):
 
 def test_what_yaml_says_is_what_it_looks_like():
     text = "a: 1e-5\nb: 1.5\nc: 2024-01-01\nd: 12\ne: true\nf: null\ng: '010'\nh: 1_000\n"
-    text += "i: &i {x: 1}\nj: {<<: *i, y: 2}\nk: 1e5"
+    text += "i: &i {x: 1}\nj: {<<: *i, y: 2}\nk: 1e5\nl: 1:30\nm: 010"
     found = parse_yaml(text, "f")
-    assert found == yaml.safe_load(text) | {"a": 1e-5, "c": "2024-01-01", "k": 1e5}
+    assert found == yaml.safe_load(text) | {"a": 1e-5, "c": "2024-01-01", "k": 1e5, "l": "1:30", "m": "010"}
 
 
 @each([

@@ -90,9 +90,9 @@ def test_no_text_breaks_it(text):
     "1 111,", "1*1",
 ])  # fmt: skip
 def test_long_nonsense_is_read_in_time(part):
-    started = time.monotonic()
+    started = time.process_time()
     find_answer(part * (20_000 // len(part)))
-    assert time.monotonic() - started < 5  # 0.1 s; a quadratic pattern takes minutes
+    assert time.process_time() - started < 5  # 0.1 s; a quadratic pattern takes minutes
 
 
 def test_answers_within_a_tolerance():
@@ -183,7 +183,7 @@ def test_nearer_to_the_target_is_never_worse(words, target):
     (regex, {"pattern": "\bword"}, r"pattern: got '\\x08word'; has a backspace; write r'\\b'"),
     (exact_match, {"extract": "["}, r"extract: got '\['; must be a regular expression"),
     (exact_match, {"whitespace": "some"}, "whitespace: got 'some'; must be one of 'strip', 'collapse', 'keep'"),
-    (numeric_answer, {"tolerance": -1}, "tolerance: got -1; must be at least 0"),
+    (numeric_answer, {"tolerance": -1}, "tolerance: got -1.0; must be at least 0"),
     (length, {"target": 3, "minimum": 2}, "target: got 3; must be left out with minimum or maximum"),
     (length, {"minimum": 3, "maximum": 2}, "maximum: got 2; must be at least 3"),
 ])  # fmt: skip

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import as_yaml, translate
-from async_rlhf.config.base import FILE, Checked, ConfigError, at_least, key, require
+from async_rlhf.config.base import FILE, Checked, ConfigError, at_least, configuration, key, require
 from async_rlhf.config.yaml_text import read_yaml
 
 _SIGNS = {
@@ -21,7 +20,7 @@ _SIGNS = {
 }
 
 
-@dataclass(frozen=True)
+@configuration
 class MigrateConfig(Checked):
     """A YAML file of the original, written in our format: ``async-rlhf config migrate FILE``.
 

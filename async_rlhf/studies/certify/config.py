@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from async_rlhf.config.base import REQUIRED, above, at_least, at_most, below, key, require
+from async_rlhf.config.base import REQUIRED, above, at_least, at_most, below, configuration, key, require
 from async_rlhf.config.common import SEED
 from async_rlhf.studies.sweep.config import ManyRunsConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class CertifyConfig(ManyRunsConfig):
     """Whether staleness costs reward: pairs of runs until that is decided: ``async-rlhf certify``.
 

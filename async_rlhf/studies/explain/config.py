@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-from async_rlhf.config.base import FOLDER, REQUIRED, Rule, at_least, key
+from async_rlhf.config.base import FOLDER, REQUIRED, Rule, at_least, configuration, key
 from async_rlhf.config.common import OfRunConfig, RepeatableConfig
 
 _SCORES = Rule(
@@ -14,7 +13,7 @@ _SCORES = Rule(
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class ExplainConfig(OfRunConfig, RepeatableConfig):
     """Say what moved the policy in one update: ``async-rlhf explain RUN --batch b``. The update is repeated, bit for
     bit, from the checkpoint before it."""

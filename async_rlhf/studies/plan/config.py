@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
-from async_rlhf.config.base import FOLDER, Checked, Rule, above, at_least, at_most, inside, key, require
+from async_rlhf.config.base import FOLDER, Checked, Rule, above, at_least, at_most, configuration, inside, key, require
 from async_rlhf.config.common import SEED
 from async_rlhf.config.online import MAX_STALENESS
 
@@ -13,7 +12,7 @@ _SHARE = Rule(lambda x: 0 < x <= 1, "must be above 0 and at most 1, a share")
 _SHARE_OF_TIME = inside("[0, 1]", ", a share of the time")
 
 
-@dataclass(frozen=True)
+@configuration
 class SecondsConfig(Checked):
     """Seconds that one batch takes, if you know them and no run has measured them."""
 
@@ -37,7 +36,7 @@ class SecondsConfig(Checked):
         require((self.generate is None) == (self.train is None), "seconds.generate", self.generate, right)
 
 
-@dataclass(frozen=True)
+@configuration
 class ScalingConfig(Checked):
     """How measured or given seconds change with the number of devices; not used when times come from ``model`` sizes.
 
@@ -59,7 +58,7 @@ class ScalingConfig(Checked):
     _group = "scaling."
 
 
-@dataclass(frozen=True)
+@configuration
 class VariationConfig(Checked):
     """How much the times vary from batch to batch: lognormal, with the given mean."""
 
@@ -73,7 +72,7 @@ class VariationConfig(Checked):
     workload.response_tokens and cut off at workload.response_length."""
 
 
-@dataclass(frozen=True)
+@configuration
 class HardwareConfig(Checked):
     """One device, and the shares of its peaks that are achieved; the defaults are an H100 80GB SXM. Their sources
     are in docs/planning.md."""
@@ -108,7 +107,7 @@ class HardwareConfig(Checked):
     _group = "hardware."
 
 
-@dataclass(frozen=True)
+@configuration
 class ModelSizeConfig(Checked):
     """Sizes of the models, to estimate times that have not been measured."""
 
@@ -183,7 +182,7 @@ class ModelSizeConfig(Checked):
             require(self.experts == 1 or getattr(self, name) is not None, f"model.{name}", None, right)
 
 
-@dataclass(frozen=True)
+@configuration
 class WorkloadConfig(Checked):
     """Size of a batch. null takes a value from the recipe that ``run`` names."""
 
@@ -229,7 +228,7 @@ class WorkloadConfig(Checked):
     """Batches between two evaluations; null for the recipe's."""
 
 
-@dataclass(frozen=True)
+@configuration
 class PlanConfig(Checked):
     """Predict the speed of a run, and the best split of its devices: ``async-rlhf plan``.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from async_rlhf.config.base import EACH_ONCE, FILE, REQUIRED, Checked, Rule, above, key
+from async_rlhf.config.base import EACH_ONCE, FILE, REQUIRED, Checked, Rule, above, configuration, key
 
 _SOME = Rule(lambda runs: len(runs) > 0, "must name at least one folder")
 _HTML = Rule(lambda path: path.endswith(".html"), "must end with .html")
 
 
-@dataclass(frozen=True)
+@configuration
 class ReportConfig(Checked):
     """One HTML page of runs: ``async-rlhf report RUN [RUN ...]``. It holds all that it shows, and needs no network.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from async_rlhf.config.base import EACH_ONCE, REQUIRED, Rule, at_least, at_most, key, require
+from async_rlhf.config.base import EACH_ONCE, REQUIRED, Rule, at_least, at_most, configuration, key, require
 from async_rlhf.config.common import ResultsConfig
 
 _SHARE = Rule(
@@ -15,7 +14,7 @@ _SHARE = Rule(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class ManyRunsConfig(ResultsConfig):
     """What commands that train and judge many policies share."""
 
@@ -54,7 +53,7 @@ class ManyRunsConfig(ResultsConfig):
         require(not self.devices or self.parallel == len(self.devices), "parallel", self.parallel, right)
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class SweepConfig(ManyRunsConfig):
     """Many runs over a grid or a list of settings, with several seeds each: ``async-rlhf sweep FILE``.
 

@@ -8,14 +8,14 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.config.base import REQUIRED, dotted, key, require
+from async_rlhf.config.base import REQUIRED, configuration, dotted, key, require
 from async_rlhf.config.common import RepeatableConfig
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
@@ -34,7 +34,7 @@ RESERVED = {
 _LONGEST_NAME = 120
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class Judged(RepeatableConfig):
     """A model, and how it is judged."""
 
@@ -44,7 +44,7 @@ class Judged(RepeatableConfig):
     """Where everything of it goes."""
 
 
-@dataclass(frozen=True)
+@configuration
 class Trial(Judged):
     """One run of many, and how its policy is judged."""
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from async_rlhf.config.base import FOLDER, REQUIRED, above, at_least, at_most, key
+from async_rlhf.config.base import FOLDER, REQUIRED, above, at_least, at_most, configuration, key
 from async_rlhf.config.common import SEED, RepeatableConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@configuration(kw_only=True)
 class HarvestConfig(RepeatableConfig):
     """What the data are made of."""
 
@@ -18,7 +16,7 @@ class HarvestConfig(RepeatableConfig):
     """Seed of everything that is drawn, such as the split into train, preference and held-out."""
 
 
-@dataclass(frozen=True)
+@configuration
 class DocstringsConfig(HarvestConfig):
     """Data of the built-in docstring task: ``async-rlhf data``.
 
@@ -31,7 +29,7 @@ class DocstringsConfig(HarvestConfig):
     """Use only this many functions, drawn with the seed; null for all."""
 
 
-@dataclass(frozen=True)
+@configuration
 class QuickstartConfig(HarvestConfig):
     """The whole pipeline on the built-in task: ``async-rlhf quickstart``.
 
