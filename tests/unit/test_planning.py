@@ -824,7 +824,7 @@ def test_attention_grows_with_the_length(longer, share):
 
 def test_the_update_takes_about_as_long_as_others_report():
     """torchtitan trains 5,762 tokens a second and GPU, 6,667 compiled, on 8 H100s; verl needs 111 s, 92 compiled, for
-    the 4.8 million tokens of a step. docs/planning.md has the sources.
+    the 4.8 million tokens of a step. docs/commands/plan.md has the sources.
     """
     whole = WorkloadConfig(prompts=16, samples_per_prompt=1, prompt_tokens=1, response_length=8191, train_rows=2)
     model = replace(recipe("llama_8b_8_gpus").model, reference_parameters=0, reward_parameters=0, recompute=False)

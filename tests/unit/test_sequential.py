@@ -162,7 +162,7 @@ def test_error_rates_hold_at_the_edge_however_long_one_looks():
 
 
 def test_skewed_down_is_what_the_proof_does_not_cover():
-    """docs/commands/certify.md says so; if this ever fails, the page must change."""
+    """benchmarks/RESULTS.md says so; if this ever fails, the page must change."""
     assert share_wrong(certificate.skewed_down).non_inferior > 0.1
 
 

@@ -75,7 +75,7 @@ class VariationConfig(Checked):
 @configuration
 class HardwareConfig(Checked):
     """One device, and the shares of its peaks that are achieved; the defaults are an H100 80GB SXM. Their sources
-    are in docs/planning.md."""
+    are in docs/commands/plan.md."""
 
     name: str = key("H100 80GB SXM", role="log")
     """Name in the report."""
