@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_rlhf.config.base import Checked, configuration, key
+from async_rlhf.config.base import Checked, configuration
 from async_rlhf.system.versions import environment
 
 _GB = 1e9
@@ -28,9 +28,6 @@ _LEAST_DISK_GB, _LEAST_MEMORY_GB, _LEAST_SHARED_GB = 20, 8, 1
 class DoctorConfig(Checked):
     """Say what this machine has for a run, what will not work on it, and why."""
 
-    output_dir: str = key("runs", role="place")
-    """Where runs would write: its disk is looked at."""
-
 
 class Finding(NamedTuple):
     """Something that this machine has."""
@@ -41,9 +38,9 @@ class Finding(NamedTuple):
     """What will not work, and what to do; "" if it is as it should be."""
 
 
-def run_doctor(config: DoctorConfig) -> dict[str, Any]:
+def run_doctor(_config: DoctorConfig) -> dict[str, Any]:
     """Print the findings. Returns {"findings": [{"name", "value", "problem"}], "problems": how many have one}."""
-    findings = [*_software(), *_gpus(), *_host(Path(config.output_dir))]
+    findings = [*_software(), *_gpus(), *_host()]
     width = max(len(one.name) for one in findings)
     for one in findings:
         print(f"{'!!' if one.problem else 'ok'}  {one.name:<{width}}  {one.value}")
@@ -129,7 +126,7 @@ def _gpu(row: dict[str, str]) -> Finding:
     return Finding(f"GPU {row['index']}", value, "; ".join(problems))
 
 
-def _host(folder: Path) -> Iterator[Finding]:
+def _host() -> Iterator[Finding]:
     """Memory and disk."""
     sizes = {line.split(":")[0]: line.split()[1] for line in _lines(Path("/proc/meminfo"))}
     if "MemAvailable" in sizes:
@@ -138,7 +135,11 @@ def _host(folder: Path) -> Iterator[Finding]:
         yield Finding("memory", f"{free:.0f} of {total:.0f} GB free, {os.cpu_count()} cores", problem)
     caches = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     temporary = Path(tempfile.gettempdir())
-    for name, place in (("disk for runs", folder), ("disk for models", caches), ("disk for other files", temporary)):
+    for name, place in (
+        ("disk for runs", Path.cwd()),
+        ("disk for models", caches),
+        ("disk for other files", temporary),
+    ):
         there = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())
         free = shutil.disk_usage(there).free / _GB
         problem = "an 8B model is 16 GB, its checkpoint 96 GB" if free < _LEAST_DISK_GB else ""

@@ -26,7 +26,7 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: peers)
-        found = run_doctor(DoctorConfig(str(tmp_path / "runs")))["findings"]
+        found = run_doctor(DoctorConfig())["findings"]
         return {one["name"]: (one["value"], one["problem"]) for one in found}
 
     return look
