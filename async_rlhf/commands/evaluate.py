@@ -161,62 +161,62 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         judge = RewardJudge.of(config, torch.device("cpu"), ranks)
     elif ranks.is_main:
         pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
-    given = _answers(config, models, folder, ranks)
-    reference = config.reference or next(iter(given.answers))
-    right = f"must be one of the models: {', '.join(given.answers)}"
-    require(reference in given.answers, "reference", reference, right)
-    if judge is None and len(given.everyone) < 2:
+    evaluation = _answers(config, models, folder, ranks)
+    reference = config.reference or next(iter(evaluation.answers))
+    right = f"must be one of the models: {', '.join(evaluation.answers)}"
+    require(reference in evaluation.answers, "reference", reference, right)
+    if judge is None and len(evaluation.everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
     notes = []
     if judge is not None:
         judge.to(device)
-        notes = _score(given, judge)
+        notes = _score(evaluation, judge)
     results: dict[str, Any] = {
         "reference": reference,
-        "prompts": len(given.lines),
-        "dropped": given.dropped,
-        "reference_response": None if given.human is None else given.gold(given.human),
-        "models": ranks.broadcast("comparisons", lambda: _comparisons(given, reference, pairwise)),
+        "prompts": len(evaluation.lines),
+        "dropped": evaluation.dropped,
+        "reference_response": None if evaluation.human is None else evaluation.gold(evaluation.human),
+        "models": ranks.broadcast("comparisons", lambda: _comparisons(evaluation, reference, pairwise)),
         "notes": notes,
     }
-    if given.plays:
+    if evaluation.plays:
         results["notes"] = [*notes, "KL and perplexities are of single answers, and left out here."]
-        for name, one in given.answers.items():
+        for name, one in evaluation.answers.items():
             results["models"][name] |= _about_lengths(one)
     else:
-        _likelihoods(given, results["models"], reference, device, Parallel(ranks))
+        _likelihoods(evaluation, results["models"], reference, device, Parallel(ranks))
     if ranks.is_main:
-        _publish(config, stage, results, _sample_rows(given))
+        _publish(config, stage, results, _sample_rows(evaluation))
     return results
 
 
-def _comparisons(given: _Evaluation, reference: str, pairwise: PairwiseJudge | None) -> dict[str, dict[str, Any]]:
+def _comparisons(evaluation: _Evaluation, reference: str, pairwise: PairwiseJudge | None) -> dict[str, dict[str, Any]]:
     """By model, its gold reward, and how it compares with the human and with the reference."""
-    found = {name: given.gold(one) for name, one in given.answers.items()}
-    for name, one in given.answers.items():
+    found = {name: evaluation.gold(one) for name, one in evaluation.answers.items()}
+    for name, one in evaluation.answers.items():
         for opponent in (HUMAN, reference):
-            if opponent in given.everyone and opponent != name:
+            if opponent in evaluation.everyone and opponent != name:
                 label = f"evaluate: {name} and {opponent}"
-                found[name] |= _compared(opponent, given, one, given.everyone[opponent], pairwise, label)
+                found[name] |= _compared(opponent, evaluation, one, evaluation.everyone[opponent], pairwise, label)
     return found
 
 
 def _publish(config: EvaluateConfig, stage: Stage, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """Write and show the results."""
-    beside = side_by_side(samples, config.num_samples)
+    shown = side_by_side(samples, config.num_samples)
     import_attribute(EVALUATION_PLOT)(results, stage.folder / "evaluation.png")
-    text = f"{format_table(results)}\n\n{beside}"
+    text = f"{format_table(results)}\n\n{shown}"
     stage.publish_files({stage.folder / _SAMPLES: json_lines(samples), stage.folder / _TEXT: text}, results)
-    logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), beside)
+    logger.info("%s\n\n%s", format_table(results, shutil.get_terminal_size((WIDTH, 0)).columns), shown)
     if config.track and config.run is not None:
         log_to_trackers(Path(config.run), results, samples[: config.num_samples])
 
 
-def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
+def _score(evaluation: _Evaluation, judge: RewardJudge) -> list[str]:
     """Score all answers; returns how the scores differ from those of training, in words."""
-    config, lines, everyone = given.config, given.lines, given.everyone
+    config, lines, everyone = evaluation.config, evaluation.lines, evaluation.everyone
     try:
-        penalties = training_penalties(one.source for one in given.answers.values() if one.source is not None)
+        penalties = training_penalties(one.source for one in evaluation.answers.values() if one.source is not None)
     except ConfigError:
         if config.penalties is not None:
             raise
@@ -238,9 +238,9 @@ def _score(given: _Evaluation, judge: RewardJudge) -> list[str]:
         return []
     penalised = {name: penalties.applied(one.scores or (), one.ended, one.lengths) for name, one in everyone.items()}
     if config.penalties is None:
-        means = ", ".join(f"{name} {sum(penalised[name]) / len(lines):.3f}" for name in given.answers)
-        told = f"Scores here are without penalties; {penalties}"
-        return [f"{told}. With that the means are: {means} (--penalties training)."]
+        means = ", ".join(f"{name} {sum(penalised[name]) / len(lines):.3f}" for name in evaluation.answers)
+        without = f"Scores here are without penalties; {penalties}"
+        return [f"{without}. With that the means are: {means} (--penalties training)."]
     for name, one in everyone.items():
         one.scores = penalised[name]
     return [f"Scores here are those of training: {penalties}."]
@@ -277,11 +277,11 @@ def _answers(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ra
     if len(lines) < 2:
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
     right = "rows of one prompt; must be 2 prompts at least, for intervals"
-    given = _Evaluation(config, distribution, lines, dropped, answers)
-    require(len(set(given.clusters)) > 1, "data", len(lines), right)
-    if not given.plays and (tokenizer := _tokenizer(given, models)) is not None:
-        given.human = _human_answers(lines, ChatTemplate(tokenizer, config.chat))
-    return given
+    evaluation = _Evaluation(config, distribution, lines, dropped, answers)
+    require(len(set(evaluation.clusters)) > 1, "data", len(lines), right)
+    if not evaluation.plays and (tokenizer := _tokenizer(evaluation, models)) is not None:
+        evaluation.human = _human_answers(lines, ChatTemplate(tokenizer, config.chat))
+    return evaluation
 
 
 def _said_in(lines: Sequence[Generation]) -> Sequence[Generation]:
@@ -302,13 +302,13 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> _Answers:
     )
 
 
-def _tokenizer(given: _Evaluation, models: Mapping[str, str]) -> PreTrainedTokenizerBase | None:
+def _tokenizer(evaluation: _Evaluation, models: Mapping[str, str]) -> PreTrainedTokenizerBase | None:
     """The models' tokenizer; for generations whose models are gone, that of ref_model, else None.
 
     Raises:
         ConfigError: ref_model has a different tokenizer from the models.
     """
-    config, trust = given.config, given.config.trust_remote_code
+    config, trust = evaluation.config, evaluation.config.trust_remote_code
     if config.generations is None:
         tokenizer = shared_tokenizer(models, trust)
         if config.ref_model is not None:
@@ -316,12 +316,12 @@ def _tokenizer(given: _Evaluation, models: Mapping[str, str]) -> PreTrainedToken
         return tokenizer
     if config.ref_model is not None:
         tokenizer = load_tokenizer(config.ref_model, key="ref_model", trust=trust)
-        for line in given.lines[:100]:
+        for line in evaluation.lines[:100]:
             tokens = line.tokens[:-1] if line.finish_reason == "stop" else line.tokens
             right = "must be a model with the tokenizer of those that sampled the generations"
             require(tokenizer.decode(list(tokens)) == line.completion, "ref_model", config.ref_model, right)
         return tokenizer
-    for one in given.answers.values():
+    for one in evaluation.answers.values():
         with suppress(ConfigError):
             return load_tokenizer(one.source or "", key="generations", trust=trust)
     logger.warning("generations: no tokenizer of the models is there any more; human responses are left out")
@@ -351,23 +351,23 @@ def _human_answers(lines: Sequence[Generation], chat: ChatTemplate) -> _Answers 
 
 
 def _compared(
-    opponent: str, given: _Evaluation, ours: _Answers, theirs: _Answers, pairwise: PairwiseJudge | None, label: str
+    opponent: str, evaluation: _Evaluation, ours: _Answers, theirs: _Answers, pairwise: PairwiseJudge | None, label: str
 ) -> dict[str, Any]:
     """Win-rates and the difference of scores against one opponent."""
     found: dict[str, Any] = {}
     if pairwise is not None:
-        pairs = [Pair(line.query, a, b) for line, a, b in zip(given.lines, ours.texts, theirs.texts, strict=True)]
+        pairs = [Pair(line.query, a, b) for line, a, b in zip(evaluation.lines, ours.texts, theirs.texts, strict=True)]
         won, shares = pairwise.outcomes(pairs, label)
         found |= {f"{name}_vs_{opponent}": share for name, share in shares.items()}
     else:
         assert ours.scores is not None
         assert theirs.scores is not None
         won = statistics.outcomes(ours.scores, theirs.scores)
-        difference = statistics.paired_difference(ours.scores, theirs.scores, given.clusters)
+        difference = statistics.paired_difference(ours.scores, theirs.scores, evaluation.clusters)
         found[f"gold_difference_vs_{opponent}"] = difference._asdict()
     longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
     return {
-        f"win_rate_vs_{opponent}": statistics.win_rate(won, given.clusters)._asdict(),
+        f"win_rate_vs_{opponent}": statistics.win_rate(won, evaluation.clusters)._asdict(),
         f"ties_vs_{opponent}": won.count(0.5) / len(won),
         f"length_controlled_win_rate_vs_{opponent}": statistics.length_controlled_win_rate(won, longer)._asdict(),
         **found,
@@ -375,10 +375,15 @@ def _compared(
 
 
 def _likelihoods(
-    given: _Evaluation, found: dict[str, dict[str, Any]], reference: str, device: torch.device, parallel: Parallel
+    evaluation: _Evaluation, found: dict[str, dict[str, Any]], reference: str, device: torch.device, parallel: Parallel
 ) -> None:
     """Add the results that need models: KL to the reference, perplexities, and lengths. The ranks share the passes."""
-    config, distribution, answers, human = given.config, given.distribution, given.answers, given.human
+    config, distribution, answers, human = (
+        evaluation.config,
+        evaluation.distribution,
+        evaluation.answers,
+        evaluation.human,
+    )
     for name, one in answers.items():
         if config.generations is None:  # by the models themselves, without the sampling engine's rounding
             assert one.source is not None
@@ -405,7 +410,7 @@ def _likelihoods(
         if model is not None:
             reference_sums = _logprobs(model, one, config, whole, parallel, f"KL of {name} to the reference")
             kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
-            found[name]["kl_to_reference"] = statistics.clustered_mean_interval(kl, given.clusters)._asdict()
+            found[name]["kl_to_reference"] = statistics.clustered_mean_interval(kl, evaluation.clusters)._asdict()
             if distribution.temperature != 1.0:
                 label = f"perplexity of {name} under the reference"
                 reference_sums = _logprobs(model, one, config, Distribution(1.0), parallel, label)
@@ -443,8 +448,8 @@ def _episode(one: _Answers, i: int) -> dict[str, Any]:
     return {"completion": conversation(found["messages"], found["rewards"]), **found}
 
 
-def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
-    human = given.human
+def _sample_rows(evaluation: _Evaluation) -> list[dict[str, Any]]:
+    human = evaluation.human
 
     def score(one: _Answers, i: int) -> float | None:
         return None if one.scores is None else one.scores[i]
@@ -456,8 +461,8 @@ def _sample_rows(given: _Evaluation) -> list[dict[str, Any]]:
             "reference_score": None if human is None else score(human, i),
             "models": {
                 name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i], **_episode(one, i)}
-                for name, one in given.answers.items()
+                for name, one in evaluation.answers.items()
             },
         }
-        for i, line in enumerate(given.lines)
+        for i, line in enumerate(evaluation.lines)
     ]

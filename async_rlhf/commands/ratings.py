@@ -22,7 +22,7 @@ from async_rlhf.commands.evaluation.likelihood import EncodedRow
 from async_rlhf.commands.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage, json_lines
-from async_rlhf.commands.training import given_rows
+from async_rlhf.commands.training import weighted_rows
 from async_rlhf.config import PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.cache import forget
@@ -39,7 +39,7 @@ from async_rlhf.types import Experience
 logger = logging.getLogger(__name__)
 
 _BINS = 10
-_TOLD = ("eval_r2", "eval_spearman", "eval_pearson")
+_SHOWN = ("eval_r2", "eval_spearman", "eval_pearson")
 
 
 class Scale(NamedTuple):
@@ -94,7 +94,7 @@ def rating_rows(examples: Sequence[EncodedRating], scale: Scale) -> Experience:
     depend on them.
     """
     targets = [(row.rating - scale.mean) / scale.sd for row in examples]
-    return given_rows([EncodedRow(row.tokens, 0) for row in examples], [1.0] * len(examples), targets)
+    return weighted_rows([EncodedRow(row.tokens, 0) for row in examples], [1.0] * len(examples), targets)
 
 
 def evaluate_ratings(
@@ -133,9 +133,9 @@ def evaluate_ratings(
     }
 
 
-def told_ratings(found: Mapping[str, Any]) -> str:
+def ratings_summary(found: Mapping[str, Any]) -> str:
     """The results of :func:`evaluate_ratings` in one line."""
-    shown = {name: "undefined" if found[name] is None else f"{found[name]:.3f}" for name in _TOLD}
+    shown = {name: "undefined" if found[name] is None else f"{found[name]:.3f}" for name in _SHOWN}
     rest = f"R^2 {shown['eval_r2']}, Spearman {shown['eval_spearman']}, Pearson {shown['eval_pearson']}, error"
     errors = f"{found['eval_rmse']:.3g} of ratings with sd {found['rating_sd']:.3g}"
     return f"on {found['eval_rows']} held-out rows {rest} {errors}"

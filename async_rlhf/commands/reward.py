@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from async_rlhf.algorithms.supervised import PAIRS, RATINGS, pair_loss
 from async_rlhf.commands.evaluation.likelihood import EncodedRow
 from async_rlhf.commands.evaluation.statistics import wilson
-from async_rlhf.commands.ratings import Scale, encode_ratings, evaluate_ratings, rating_rows, told_ratings
+from async_rlhf.commands.ratings import Scale, encode_ratings, evaluate_ratings, rating_rows, ratings_summary
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.sft import divided, encode_rows, load_stage_rows
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import Task, given_rows, run_stage
+from async_rlhf.commands.training import Task, run_stage, weighted_rows
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import SCORE
@@ -87,11 +87,11 @@ def _task(config: RewardConfig, on_meta: bool, now: datetime) -> Task:
         zero, size = reference or own_reference, 2 * config.per_device_train_batch_size
         return {"score_offset": center_scores(model, zero, size, parallel) if config.center and zero else 0.0}
 
-    def told(found: dict[str, Any]) -> str:
+    def summary(found: dict[str, Any]) -> str:
         moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
-        return task.told(found) + moved
+        return task.summary(found) + moved
 
-    return replace(task, finish=finish, told=told)
+    return replace(task, finish=finish, summary=summary)
 
 
 def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
@@ -140,7 +140,7 @@ def _pairs(
         rows=pair_rows,
         counts={"pairs": len(pairs), **counts},
         evaluate=lambda parallel: evaluate_pairs(model, held, size, parallel),
-        told=(text + "{eval_ece:.3f} (a perfect model's is {eval_ece_floor:.3f})").format_map,
+        summary=(text + "{eval_ece:.3f} (a perfect model's is {eval_ece_floor:.3f})").format_map,
     )
     return task, pairs.with_items(lambda pair: pair.chosen)
 
@@ -161,7 +161,7 @@ def _ratings(
         rows=partial(rating_rows, scale=scale),
         counts={"rows": len(rated), "dropped": dropped, "rating_mean": scale.mean, "rating_sd": scale.sd},
         evaluate=lambda parallel: evaluate_ratings(model, held, scale, size, parallel),
-        told=told_ratings,
+        summary=ratings_summary,
     )
     return task, []
 
@@ -179,7 +179,7 @@ def _reference(config: RewardConfig, chat: ChatTemplate, longest: int) -> Sequen
 def pair_rows(pairs: Sequence[EncodedPair]) -> Experience:
     """Rows that alternate: chosen, rejected, chosen, ..."""
     rows = [EncodedRow(side, 0) for pair in pairs for side in (pair.chosen, pair.rejected)]
-    return given_rows(rows, [1.0] * len(pairs), rows_per_unit=2)
+    return weighted_rows(rows, [1.0] * len(pairs), rows_per_unit=2)
 
 
 def encode_pairs(

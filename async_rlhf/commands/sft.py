@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.algorithms.supervised import SFT
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, loss_and_perplexity
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import Task, given_rows, run_stage
+from async_rlhf.commands.training import Task, run_stage, weighted_rows
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import ChatConfig
@@ -84,13 +84,13 @@ def _read(config: SFTConfig, on_meta: bool, now: datetime) -> Task:
         rows=demonstration_rows,
         counts={"rows": len(examples), "dropped": dropped + short},
         evaluate=evaluate,
-        told="held-out loss {eval_loss:.4f}, perplexity {eval_perplexity:.2f}".format_map,
+        summary="held-out loss {eval_loss:.4f}, perplexity {eval_perplexity:.2f}".format_map,
     )
 
 
 def demonstration_rows(examples: Sequence[EncodedRow]) -> Experience:
     """Rows that weigh as many response tokens as they have."""
-    return given_rows(examples, [row.targets for row in examples])
+    return weighted_rows(examples, [row.targets for row in examples])
 
 
 def load_stage_rows(config: StageConfig, numbers: Sequence[str] = ()) -> tuple[Rows, Rows | None]:

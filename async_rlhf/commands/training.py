@@ -83,13 +83,13 @@ class Task:
     """Of the results."""
     evaluate: Callable[[Parallel], dict[str, Any]]
     """`eval_loss` and other metrics of held-out data; nothing if there are none."""
-    told: Callable[[dict[str, Any]], str]
+    summary: Callable[[dict[str, Any]], str]
     """The results in one line."""
     finish: Callable[[Parallel], dict[str, Any]] = lambda parallel: {}
     """What is done to the trained model, and its results."""
 
 
-def given_rows(
+def weighted_rows(
     rows: Sequence[EncodedRow], weights: Sequence[float], targets: Sequence[float] | None = None, rows_per_unit: int = 1
 ) -> Experience:
     """Rows to train on.
@@ -277,7 +277,7 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -
         found, _ = loop.evaluate()
         results |= found
         if found:
-            logger.info("%s: %s", stage.name, task.told(results))
+            logger.info("%s: %s", stage.name, task.summary(results))
         results = ranks.broadcast("results", lambda: results)
         _publish(stage, run, folder, results)
     return results

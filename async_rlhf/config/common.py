@@ -103,8 +103,8 @@ class ChatConfig(Checked):
 
     def time_of(self, started: str | None = None) -> datetime:
         """The time that templates see, in a run that started then; None for one that starts now."""
-        given = self.now or started
-        return datetime.now() if given is None else datetime.fromisoformat(given)
+        time = self.now or started
+        return datetime.now() if time is None else datetime.fromisoformat(time)
 
 
 @configuration(kw_only=True)

@@ -26,7 +26,7 @@ class World:
         return self.environment is not None or self.agent is not None
 
     @property
-    def given(self) -> list[Any]:
+    def all(self) -> list[Any]:
         """All that the user gives."""
         return [one for one in (self.environment, *self.tools, self.agent) if one is not None]
 
@@ -36,10 +36,10 @@ class World:
         Raises:
             ConfigError: the error names the key, with a prefix those of the training.
         """
-        given = [name for name in ("environment", "tools", "agent") if getattr(self, name)]
+        named = [name for name in ("environment", "tools", "agent") if getattr(self, name)]
         right = (
-            f"must be left out with {given[0] if given else ''}: only one of environment, tools and agent may be given"
+            f"must be left out with {named[0] if named else ''}: only one of environment, tools and agent may be given"
         )
-        require(len(given) < 2, given[-1] if given else "", "something", right)
+        require(len(named) < 2, named[-1] if named else "", "something", right)
         right = "must be given with an environment, tools or an agent, and null without"
-        require(bool(given) == (max_turns is not None), f"{prefix}{key}", max_turns, right)
+        require(bool(named) == (max_turns is not None), f"{prefix}{key}", max_turns, right)

@@ -61,8 +61,8 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
         right = "must be null without max_turns, which says that there are episodes"
         self.require(self.plays or self.episode_length is None, "episode_length", right)
         self.require(self.data != "", "data", "give the held-out prompts: a file, a folder, or a name on the hub")
-        given = len(self.models) > 0 or self.run is not None
-        self.require(given, "models", "give at least one, as name: folder, or a run")
+        named = len(self.models) > 0 or self.run is not None
+        self.require(named, "models", "give at least one, as name: folder, or a run")
         self.require(self.run is not None or not self.checkpoints, "checkpoints", "must be empty without run")
         for name in self.models:
             right = "must be a name that can be a file's, without a slash"

@@ -95,14 +95,14 @@ def neighbours(path: Path) -> list[Path]:
     """The files in the folder of a file of the user's that it imports, and those that these import."""
     found, left = list[Path](), [path]
     while left:
-        for near in _imported_beside(left.pop()):
+        for near in _imported_from(left.pop()):
             if near not in (path, *found) and _found_as(near.stem) == near:
                 found.append(near)
                 left.append(near)
     return sorted(found)
 
 
-def _imported_beside(path: Path) -> list[Path]:
+def _imported_from(path: Path) -> list[Path]:
     names = set[str]()
     for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
         if isinstance(node, ast.Import):
@@ -122,7 +122,7 @@ def _show_neighbours(path: Path) -> None:
             min([sys.path.index(other) for other in others if other in sys.path] or [len(sys.path)]), folder
         )
     importlib.invalidate_caches()
-    for near in _imported_beside(path):
+    for near in _imported_from(path):
         found = _found_as(near.stem)
         if found is not None and found != near and str(found.parent) in others:
             del sys.modules[near.stem]  # what has imported it keeps it

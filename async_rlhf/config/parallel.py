@@ -119,9 +119,9 @@ class ParallelConfig(Checked):
             parameters: that are trained.
             rounded: whether the learner computes in 16 bits.
         """
-        told = f"{parameters / 1e9:.1f} billion trained parameters in 16 bits, of which zero3 holds copies on each rank"
+        why = f"{parameters / 1e9:.1f} billion trained parameters in 16 bits, of which zero3 holds copies on each rank"
         fits = self.strategy != "zero3" or not rounded or parameters <= _LARGEST_IN_ZERO3
-        require(fits, "parallel.strategy", self.strategy, f'must be "fsdp" for {told}')
+        require(fits, "parallel.strategy", self.strategy, f'must be "fsdp" for {why}')
 
     def require_format(self, checkpoints: str) -> None:
         """Require a format of checkpoints that the strategy has."""

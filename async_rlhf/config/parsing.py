@@ -64,18 +64,18 @@ class Option(NamedTuple):
         return found
 
 
-def options_of(kind: type[Checked], prefix: str = "", given: Any = None) -> Iterator[Option]:
+def options_of(kind: type[Checked], prefix: str = "", instance: Any = None) -> Iterator[Option]:
     """Every key of a configuration.
 
     Args:
         kind: its class.
         prefix: of the keys, with its dot.
-        given: an instance, whose values are the defaults; None for those of the class.
+        instance: one of them, whose values are the defaults; None for those of the class.
     """
     hints = hints_of(kind)
     for item in fields_of(kind):
         hint, key = hints[item.name], f"{prefix}{item.name}"
-        default = _default(item) if given is None else getattr(given, item.name)
+        default = _default(item) if instance is None else getattr(instance, item.name)
         if _is_group(hint):
             yield from options_of(hint, f"{key}.", None if default is MISSING else default)
         else:
@@ -311,7 +311,7 @@ def short_help(kind: type[Checked], command: str) -> str:
     for title in sorted(dict.fromkeys(titles), key=lambda title: title == "output"):
         lines.append(f"{title}:")
         for option in (option for option in options if option.known.get("main") == title):
-            lines += _told(option, re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", option.text)[0])
+            lines += _explained(option, re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", option.text)[0])
         lines.append("")
     return "\n".join([*lines, f"async-rlhf {command} --help-all explains all {len(options)} keys."])
 
@@ -320,8 +320,8 @@ def long_help(kind: type[Checked], command: str) -> str:
     """The help of all keys, with their rules and roles."""
     lines = [*_head(kind, command), ""]
     for option in options_of(kind):
-        lines += _told(option, f"{option.text}{option.more}")
-    lines += _told(Option(environment.KEY, dict, {}, {}, None), environment.EXPLAINED)
+        lines += _explained(option, f"{option.text}{option.more}")
+    lines += _explained(Option(environment.KEY, dict, {}, {}, None), environment.EXPLAINED)
     end = (
         f"Every option can also be set by a YAML file (--config) or an environment variable: {ENVIRONMENT_PREFIX}_"
         "TRAIN__SEED sets --train.seed. The command line wins over the environment, the environment over the file. An "
@@ -336,7 +336,7 @@ def _head(kind: type[Checked], command: str) -> list[str]:
     return [usage, "", " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())]
 
 
-def _told(option: Option, text: str) -> list[str]:
+def _explained(option: Option, text: str) -> list[str]:
     kind = f"{spelt(option.hint)}, " if get_origin(option.hint) is Literal else ""
     default = "required" if option.default is MISSING else f"default: {json.dumps(option.default, default=str)}"
     wide = {"width": _width(), "initial_indent": " " * 6, "subsequent_indent": " " * 6}
@@ -355,14 +355,14 @@ def _places(config_file: str) -> dict[str, str]:
 
 def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[str]) -> ConfigError:
     """The error with the place of the key that it names, if that key's value is from the file."""
-    told = re.match(r"([\w.]+): ", str(error))
-    if told is None:
+    named = re.match(r"([\w.]+): ", str(error))
+    if named is None:
         return error
-    keys = [key for key in places if key == told[1] or key.endswith(f".{told[1]}")]
-    given = {word.partition("=")[0] for word in arguments}
-    above = len(keys) == 1 and (f"--{keys[0]}" in given or variable_of(keys[0]) in os.environ)
-    told_already = above or len(keys) != 1 or f": {places[keys[0]]}: " in str(error)
-    return error if told_already else ConfigError(f"{error} ({places[keys[0]]})")
+    keys = [key for key in places if key == named[1] or key.endswith(f".{named[1]}")]
+    options = {word.partition("=")[0] for word in arguments}
+    above = len(keys) == 1 and (f"--{keys[0]}" in options or variable_of(keys[0]) in os.environ)
+    has_place = above or len(keys) != 1 or f": {places[keys[0]]}: " in str(error)
+    return error if has_place else ConfigError(f"{error} ({places[keys[0]]})")
 
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

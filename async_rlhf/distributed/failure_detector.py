@@ -52,7 +52,7 @@ class FailureDetector:
         self._watching = False
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._told = False
+        self._has_spoken = False
         self._connections: dict[int, socket.socket] = {}
         if ranks.count > 1:
             self._connect(ranks)
@@ -81,7 +81,7 @@ class FailureDetector:
 
     def _fail(self, why: str) -> None:
         with self._lock:
-            if self.failure is not None or self._told:
+            if self.failure is not None or self._has_spoken:
                 return
             self.failure = why
         logger.error("ending: %s", why)  # at once: whoever started the ranks may kill this one, too
@@ -135,7 +135,7 @@ class FailureDetector:
             if self.failure is not None:
                 raise RankError(self.failure) from error
             with self._lock:
-                self._told = True
+                self._has_spoken = True
             self._tell(f"rank {self._rank} failed: {_described(error)}")
             raise
 
@@ -148,7 +148,7 @@ class FailureDetector:
     def close(self) -> None:
         """Send the farewell."""
         with self._lock:
-            self._told = True
+            self._has_spoken = True
         self._tell(_WELL)
         for connection in self._connections.values():
             connection.close()

@@ -107,26 +107,26 @@ def connect(config: OnlineConfig) -> None:
         require(number <= room, key, number, right)
 
 
-def connect_to(given: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
+def connect_to(cluster: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
     """Connect this process to a cluster.
 
     Args:
-        given: its address; None takes RAY_ADDRESS, else the cluster of this host, else a new one.
+        cluster: its address; None takes RAY_ADDRESS, else the cluster of this host, else a new one.
         runtime_env: what Ray copies to the nodes.
 
     Raises:
         ConfigError: there is no such cluster, or its workers would run other code than this.
     """
     require_own_package("ray", "Ray's workers")
-    address = given or os.environ.get("RAY_ADDRESS")
-    key = "ray.address" if given else "RAY_ADDRESS"
+    address = cluster or os.environ.get("RAY_ADDRESS")
+    key = "ray.address" if cluster else "RAY_ADDRESS"
     host, _, port = (address or "").rpartition(":")
     try:
         if host and "/" not in host:  # Ray itself would retry for minutes and then end the process
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         with _sigterm_left_alone():
             ray.init(
-                address=given,
+                address=cluster,
                 runtime_env=dict(runtime_env) if runtime_env else None,
                 include_dashboard=False,
                 logging_level=logging.WARNING,
@@ -212,7 +212,7 @@ class Actor:
         self.starts += 1
         self.since = time.monotonic()
         if self.has_place:
-            self._asked_for_room, self._told, self._died = self.since, False, "died"
+            self._asked_for_room, self._has_warned, self._died = self.since, False, "died"
         self.has_place = False
         self._silence = 0.0
         self.has_begun = False
@@ -272,8 +272,8 @@ class Actor:
             raise NoRoomError(
                 f"{self.label} was not started within {self.room_timeout:g} s (ray.room_timeout): {needs}"
             )
-        if seconds > _TELL_AFTER_SECONDS and not self._told:
-            self._told = True
+        if seconds > _TELL_AFTER_SECONDS and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s is not there yet; it has %g s (ray.room_timeout): %s", self.label, self.room_timeout, needs
             )

@@ -152,9 +152,9 @@ def _named(write: Callable[..., str]) -> Callable[..., str]:
     """Gives what a template raises a sentence."""
 
     @wraps(write)
-    def named(*given: Any) -> str:
+    def named(*arguments: Any) -> str:
         try:
-            return write(*given)
+            return write(*arguments)
         except ConfigError:
             raise
         except FAILURES as error:
@@ -188,11 +188,11 @@ class Setting:
         if not isinstance(named, Mapping):
             right = 'must be a mapping, such as {"enable_thinking": false}'
             raise ConfigError(f"{place}: `chat_template_kwargs` is {arguments!r:.80}; {right}")
-        given = {name: value for name, value in named.items() if value is not None}
-        if taken := sorted(_TAKEN & {*given}):
+        chosen = {name: value for name, value in named.items() if value is not None}
+        if taken := sorted(_TAKEN & {*chosen}):
             right = "the template gets these from the row's own columns, or from the command"
             raise ConfigError(f"{place}: `chat_template_kwargs` has {', '.join(taken)}; must not: {right}")
-        return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **given})
+        return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **chosen})
 
 
 def _is_schema(value: Any) -> bool:
@@ -275,8 +275,8 @@ class ChatTemplate:
     @property
     def name(self) -> str:
         """Identifies what it writes, beside the tokenizer; empty for what the tokenizer's template does by itself."""
-        given = [self.config.system, self.config.renderer, list(self.setting.tools), dict(self.setting.arguments)]
-        return f" with {json.dumps(given, sort_keys=True, default=str)}" if any(given) else ""
+        settings = [self.config.system, self.config.renderer, list(self.setting.tools), dict(self.setting.arguments)]
+        return f" with {json.dumps(settings, sort_keys=True, default=str)}" if any(settings) else ""
 
     @property
     def exists(self) -> bool:
@@ -342,18 +342,18 @@ class ChatTemplate:
         return self._texts[known]
 
     @_named
-    def _text_between(self, told: Sequence[Message], stop: int) -> str:
-        self._require(told)
-        before, calls, after = self._around(told)
-        if self.thinks and told[0]["role"] == "user":
+    def _text_between(self, messages: Sequence[Message], stop: int) -> str:
+        self._require(messages)
+        before, calls, after = self._around(messages)
+        if self.thinks and messages[0]["role"] == "user":
             thought: Message = {"role": "assistant", "content": "It is so.", "reasoning_content": _MARK}
-            if _MARK not in self._write([_ASKED, thought, *told], True):
+            if _MARK not in self._write([_ASKED, thought, *messages], True):
                 self._warn(
                     "leaves out earlier reasoning when a user's message follows; here it stays, as it was written"
                 )
         if not after.startswith(calls):
             raise ConfigError(
-                f"tokenizer: its chat template changes earlier calls when a message of role {told[0]['role']!r} "
+                f"tokenizer: its chat template changes earlier calls when a message of role {messages[0]['role']!r} "
                 "follows; must keep them as they were sampled: give a tokenizer with another chat_template"
             )
         rest, spelt = after[len(calls) :], self.tokenizer.decode([stop])
@@ -364,12 +364,12 @@ class ChatTemplate:
             return rest.removeprefix(self._first_special(rest))
         return rest
 
-    def _around(self, told: Sequence[Message]) -> tuple[str, str, str]:
+    def _around(self, messages: Sequence[Message]) -> tuple[str, str, str]:
         """What the template writes after the marker in an answer, at the end of a chat; as much of it as belongs to the
         answer's calls; and the same where messages follow.
         """
-        neutral = [_ASKED, self._marked(told if self.writes("tool_calls") else ())]
-        before, after = _after_mark(self._write(neutral, False)), _after_mark(self._write([*neutral, *told], True))
+        neutral = [_ASKED, self._marked(messages if self.writes("tool_calls") else ())]
+        before, after = _after_mark(self._write(neutral, False)), _after_mark(self._write([*neutral, *messages], True))
         if "tool_calls" not in neutral[1]:
             return before, "", after
         if self._closing and before.endswith(self._closing):
@@ -580,9 +580,9 @@ class ChatTemplate:
             schemas = [dict(tool) for tool in tools] or None
             ids = self._family.render_ids(chat, tools=schemas, add_generation_prompt=prompt)
             return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        given: dict[str, Any] = {"strftime_now": self.now.strftime, **self.setting.arguments}
-        given |= {"tools": [dict(tool) for tool in tools] or None, "add_generation_prompt": prompt}
-        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **given))
+        variables: dict[str, Any] = {"strftime_now": self.now.strftime, **self.setting.arguments}
+        variables |= {"tools": [dict(tool) for tool in tools] or None, "add_generation_prompt": prompt}
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, **variables))
 
 
 def _formed(message: Message, form: _Form) -> Message:

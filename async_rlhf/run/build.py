@@ -341,7 +341,7 @@ def _fingerprints(
     found = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if params.episodes is not None:
         found["environment"] = params.episodes.environment.name
-    found |= code_digests([*inputs.reward_funcs, *(Sent.of(one).value for one in inputs.world.given)])
+    found |= code_digests([*inputs.reward_funcs, *(Sent.of(one).value for one in inputs.world.all)])
     if inputs.optimizers[0] is not None:
         found["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:

@@ -67,8 +67,8 @@ class RunConfig(Checked):
 
     @classmethod
     def with_all_keys(cls, value: Callable[[str], Any]) -> type[RunConfig]:
-        given = value("algorithm")
-        return cls.of(cls.algorithm if given is None else given)
+        algorithm = value("algorithm")
+        return cls.of(cls.algorithm if algorithm is None else algorithm)
 
     @staticmethod
     def of(algorithm: str) -> type[RunConfig]:

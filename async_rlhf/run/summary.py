@@ -23,11 +23,11 @@ def training_summary(folder: Path, policy: str, metrics: str, seconds: float) ->
     text = (folder / metrics).read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     batches = int(max((line["batch"] for line in lines), default=0))
-    told = [f"\ntrained on {batches} batches; {timedelta(seconds=round(seconds))} in all"]
-    told += _scores("reward", [line for line in lines if SCORES in line], SCORES, max(1, len(lines) // 10))
-    told += _scores("held-out reward", [line for line in lines if HELD_OUT in line], HELD_OUT, 1)
-    told += [f"policy: {folder / policy}", f"every metric: {folder / metrics}"]
-    return "\n".join(told)
+    shown = [f"\ntrained on {batches} batches; {timedelta(seconds=round(seconds))} in all"]
+    shown += _scores("reward", [line for line in lines if SCORES in line], SCORES, max(1, len(lines) // 10))
+    shown += _scores("held-out reward", [line for line in lines if HELD_OUT in line], HELD_OUT, 1)
+    shown += [f"policy: {folder / policy}", f"every metric: {folder / metrics}"]
+    return "\n".join(shown)
 
 
 def _scores(name: str, lines: Sequence[Mapping[str, Any]], key: str, count: int) -> list[str]:
@@ -67,19 +67,19 @@ def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus:
     other, learning = _mean(at_once, "time/batch"), batch - sampling
     gain = batch / other
     seconds = f"a batch took {other:.2f} s one step off-policy and {batch:.2f} s in turn"
-    told = [f"Asynchrony: {seconds}" + (f", {gain:.2f} times as fast." if gain >= FASTER else ": no gain.")]
+    text = [f"Asynchrony: {seconds}" + (f", {gain:.2f} times as fast." if gain >= FASTER else ": no gain.")]
     if gpus < 2:
         place = "one GPU" if gpus else f"{cores} CPU core{'s' * (cores > 1)}"
-        told.append(
+        text.append(
             f"Here both sides share {place}: in turn each has all of it, {sampling:.2f} s to sample and "
             f"{learning:.2f} s to score and learn; at the same time each has a part."
         )
         best = max(sampling, learning)
-        told.append(
+        text.append(
             f"On devices of their own, as fast as this one, a batch would take {best:.2f} s: "
             f"{batch / best:.2f} times as fast (async-rlhf plan predicts it for others)."
         )
-    return " ".join(told)
+    return " ".join(text)
 
 
 def better_threads(rows: Sequence[Row], generator: int, workers: int, learner: int) -> str:

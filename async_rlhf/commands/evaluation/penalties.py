@@ -37,13 +37,13 @@ class Penalties:
         return found
 
     def __str__(self) -> str:
-        told = []
+        parts = []
         if self.non_eos_penalty:
             does = "adds" if self.non_eos_penalty == "add" else "scores"
-            told.append(f"training {does} {self.penalty_reward_value:g} to what is cut off (non_eos_penalty)")
+            parts.append(f"training {does} {self.penalty_reward_value:g} to what is cut off (non_eos_penalty)")
         if self.length_penalty:
-            told.append(f"training takes {self.length_penalty:g} off for each token (length_penalty)")
-        return " and ".join(told)
+            parts.append(f"training takes {self.length_penalty:g} off for each token (length_penalty)")
+        return " and ".join(parts)
 
 
 def training_penalties(models: Iterable[str]) -> Penalties | None:

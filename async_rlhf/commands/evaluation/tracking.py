@@ -37,8 +37,8 @@ def log_to_trackers(run: Path, results: Mapping[str, Any], samples: Sequence[Map
         for row in samples
         for name, step in steps.items()
     ]
-    if told := report(runs, run, scalars, {"evaluation_completions": rows}):
-        logger.info("evaluate: the results are also in the run's %s", ", ".join(told))
+    if trackers := report(runs, run, scalars, {"evaluation_completions": rows}):
+        logger.info("evaluate: the results are also in the run's %s", ", ".join(trackers))
 
 
 def _batch(run: Path, name: str) -> int | None:
