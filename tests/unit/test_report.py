@@ -196,7 +196,6 @@ def test_what_folders_of_real_runs_say(runs):
     assert [row["batch"] for row in sync.evals] == [2, 4, 6]
     assert (len(sync.starts), len(resumed.starts)) == (1, 2)
     assert list(resumed.traces) == ["trace.json", "trace-from-4.json"]
-    assert sync.parameters == sum(p.numel() for p in new_policy().parameters())
     assert sync.problems == []
     assert idleness(sync.traces.values()).generators is None
     assert 0 < idleness(resumed.traces.values()).generators < 1
@@ -262,9 +261,8 @@ def test_generators_that_were_lost_are_in_the_page(copied):
     events[0]["ts"] = first["ts"] + 2.5e6
     trace.write_text(text.rstrip().rstrip(",") + ",\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
     run = read_run(copied["stopped"], "run")
-    (found,) = run.faults["trace.json"]
+    (found,) = [span for span in run.traces["trace.json"] if span.why]
     assert (found.name, round(found.start, 3), found.end - found.start) == ("restarted", 2.5, 0.0)
-    assert found not in run.traces["trace.json"]
     shown = page([run])
     assert "Faults and restarts" in shown
     assert "it died (exit code -9) &lt;b&gt; at http://***@host" in shown  # older traces have it whole

@@ -41,7 +41,6 @@ def _facts(run: ReadRun) -> dict[str, str]:
         "algorithm": run.algorithm,
         "S, staleness": f"{staleness}, at most" if staleness and get("generation.in_flight") else staleness,
         "model": str(get("model") or ""),
-        "parameters": f"{run.parameters:,}" if run.parameters else "",
         "reward": ", ".join(map(str, filter(None, [get("reward_model"), *get("reward_funcs", [])]))),
         "batch": batch,
         "N, mini-batches; T, epochs": f"{mini_batches}; {epochs}" if mini_batches and epochs else "",
@@ -113,8 +112,9 @@ def faults(runs: Sequence[ReadRun]) -> Rows:
     return [
         [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", masked(fault.why)]
         for run in runs
-        for trace, found in run.faults.items()
-        for fault in found
+        for trace, spans in run.traces.items()
+        for fault in spans
+        if fault.why
     ]
 
 
