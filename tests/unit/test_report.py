@@ -27,7 +27,7 @@ from async_rlhf.cli import _spelt_out
 from async_rlhf.config import ConfigError
 from async_rlhf.run.folder import REPORT
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.studies.explain import rerun
+from async_rlhf.studies.explain import repetition
 from async_rlhf.studies.report import command as report
 from async_rlhf.studies.report.charts import GREY, Axis, Key, Series, curves, render_png, thinned
 from async_rlhf.studies.report.command import report_of_run, run_report
@@ -306,7 +306,7 @@ def test_a_configuration_of_any_bytes_is_read_or_refused_at_once(copied):
         start = time.perf_counter()
         read_run(run, "a")
         with suppress(ConfigError):
-            rerun.read_run(str(run))
+            repetition.read_run(str(run))
         assert time.perf_counter() - start < 2
 
 

@@ -30,11 +30,10 @@ def page(account: Mapping[str, Any]) -> str:
 
 
 def _facts(row: Mapping[str, Any]) -> str:
-    """Of a completion: its score, lag and how likely it has become."""
+    """Of a completion: its score, and how likely it has become."""
     parts = ", ".join(f"{name} {value:.3f}" for name, value in row["rewards"].items() if value is not None)
     facts = [f"score {row['score']:.3f}" + (f" ({parts})" if len(row["rewards"]) > 1 else "")]
     facts += [] if row["advantage"] is None else [f"advantage {row['advantage']:+.3f}"]
-    facts += [f"lag {row['lag']:g}"] if row["lag"] is not None else []
     facts += ["cut off"] if row["finish_reason"] == "length" else []
     change = row["more_likely_by"]
     return ", ".join([*facts, f"{'more' if change >= 0 else 'less'} likely by {abs(change):.2g} nats than without"])
