@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from async_rlhf.studies.templates import text_template
 
 WIDTH = 110
 SHOWN, TOKENS = 20, 10
@@ -16,17 +16,15 @@ _SHARE = 0.1
 
 def page(account: Mapping[str, Any]) -> str:
     """The page, for :func:`~async_rlhf.studies.explain.explanation.explained` and what the command knows of the run."""
-    loader = PackageLoader("async_rlhf.studies.explain", ".")
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "f": format,
-        "share": lambda x: "-" if x is None else f"{x:.1%}",
-        "decimal": lambda x: "-" if x is None else f"{x:.4g}",
-        "cosine": lambda x: "-" if x is None else f"{x:.3f}",
-        "count": lambda number, one, many=None: f"{number} {one if number == 1 else many or one + 's'}",
+    template = text_template(
+        "explain",
+        share=lambda x: "-" if x is None else f"{x:.1%}",
+        decimal=lambda x: "-" if x is None else f"{x:.4g}",
+        cosine=lambda x: "-" if x is None else f"{x:.3f}",
+        count=lambda number, one, many=None: f"{number} {one if number == 1 else many or one + 's'}",
         **{"facts": _facts, "marked": _marked, "visible": _visible, "short": _short, "wrapped": _wrapped},
-    }
-    return environment.get_template("page.txt").render(account, SHOWN=SHOWN, TOKENS=TOKENS).rstrip("\n") + "\n"
+    )
+    return str(template.render(account, SHOWN=SHOWN, TOKENS=TOKENS)).rstrip("\n") + "\n"
 
 
 def _facts(row: Mapping[str, Any]) -> str:
