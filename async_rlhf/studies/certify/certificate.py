@@ -11,7 +11,7 @@ from async_rlhf.commands.evaluation.statistics import crossed_mean_interval, var
 from async_rlhf.studies.certify.bets import Known, Question, known_of
 from async_rlhf.studies.certify.sequential import Look
 from async_rlhf.studies.sweep.results import Results, markdown_row
-from async_rlhf.studies.templates import text_template
+from async_rlhf.studies.templates import filled
 
 
 class Pair(NamedTuple):
@@ -23,9 +23,9 @@ class Pair(NamedTuple):
     stale: float
     differences: tuple[float, ...]
     """Stale minus synchronous, for each prompt."""
-    kl_synchronous: float | None
+    kl_synchronous: float
     """To the model that both started from, in nats a completion."""
-    kl_stale: float | None
+    kl_stale: float
 
     @property
     def difference(self) -> float:
@@ -40,7 +40,7 @@ def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
         ValueError: they were not judged on equally many prompts.
     """
     both = synchronous["scores"], stale["scores"]
-    kls = [one["kl"]["estimate"] if "kl" in one else None for one in (synchronous, stale)]
+    kls = (one["kl"]["estimate"] for one in (synchronous, stale))
     return Pair(seed, fmean(both[0]), fmean(both[1]), tuple(b - a for a, b in zip(*both, strict=True)), *kls)
 
 
@@ -114,8 +114,8 @@ def summary_of(found: Sequence[tuple[Pair, Known]], question: Question) -> dict[
         **_evidence(last),
         "worst_pair": {"seed": worst.seed, "difference": worst.difference},
         "variance_saved": None if saved is None else saved._asdict(),
-        "kl_synchronous": _mean([pair.kl_synchronous for pair in pairs]),
-        "kl_stale": _mean([pair.kl_stale for pair in pairs]),
+        "kl_synchronous": fmean(pair.kl_synchronous for pair in pairs),
+        "kl_stale": fmean(pair.kl_stale for pair in pairs),
     }
 
 
@@ -153,7 +153,7 @@ def told(summary: Mapping[str, Any]) -> str:
         name: _odds(summary[f"log10_evidence_{name}"] * math.log(10), summary["error"])
         for name in ("mean", "rate", "inferior")
     }
-    return str(text_template("certify", **{"with": _interval}).render(summary, odds=odds)).strip()
+    return filled("certify", {**summary, "odds": odds}, **{"with": _interval})
 
 
 def _standard_error(pair: Pair) -> float:
@@ -189,8 +189,3 @@ def _evidence(known: Known) -> dict[str, float]:
 
 def _ends(known: Look) -> dict[str, float | None]:
     return {name: end if math.isfinite(end := getattr(known, name)) else None for name in ("low", "high")}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None

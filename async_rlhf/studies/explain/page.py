@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from async_rlhf.studies.templates import text_template
+from async_rlhf.studies.templates import filled
 
 WIDTH = 110
 SHOWN, TOKENS = 20, 10
@@ -16,15 +16,16 @@ _SHARE = 0.1
 
 def page(account: Mapping[str, Any]) -> str:
     """The page, for :func:`~async_rlhf.studies.explain.explanation.explained` and what the command knows of the run."""
-    template = text_template(
+    text = filled(
         "explain",
+        {**account, "SHOWN": SHOWN, "TOKENS": TOKENS},
         share=lambda x: "-" if x is None else f"{x:.1%}",
         decimal=lambda x: "-" if x is None else f"{x:.4g}",
         cosine=lambda x: "-" if x is None else f"{x:.3f}",
         count=lambda number, one, many=None: f"{number} {one if number == 1 else many or one + 's'}",
         **{"facts": _facts, "marked": _marked, "visible": _visible, "short": _short, "wrapped": _wrapped},
     )
-    return str(template.render(account, SHOWN=SHOWN, TOKENS=TOKENS)).rstrip("\n") + "\n"
+    return text + "\n"
 
 
 def _facts(row: Mapping[str, Any]) -> str:
