@@ -33,7 +33,7 @@ from async_rlhf.studies.report.charts import GREY, Axis, Key, Series, curves, re
 from async_rlhf.studies.report.command import report_of_run, run_report
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import LIMIT, embedded, page
-from async_rlhf.studies.report.idleness import idleness, length, union
+from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, evaluations_of, read_run
 from async_rlhf.studies.report.tables import overview
 from async_rlhf.studies.report.verdict import verdict
@@ -177,11 +177,6 @@ def test_idle_shares_of_a_trace_made_by_hand():
     alone = idleness([[span("learner", "wait", 0, 10), span("learner", "generate", 1, 10)]])
     assert alone.text == "The learner waited 10% of the time and sampled itself for 90% of it: both sides took turns."
     assert idleness([[span("generator 0", "generate", 0, 1)]]) is None
-
-
-def test_union_of_intervals():
-    assert union([(3, 4), (0, 1), (0.5, 2), (1, 1.5)]) == [(0, 2), (3, 4)]
-    assert length(union([(0, 2), (1, 3)])) == 3
 
 
 # ---------------------------------------------------------------- reading
