@@ -54,7 +54,6 @@ WORK = {
     "publishing": "#D55E00",
     "training": "#CC79A7",
     "saving": "#808080",
-    "waiting": "#C8C8C8",
 }
 """Colours of kinds of work on a timeline, which has no runs. Where there is no bar, nothing is done."""
 

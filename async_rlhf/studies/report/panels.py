@@ -17,9 +17,6 @@ BATCHES_SHOWN = 8
 """Of a timeline, before it is moved."""
 MAX_SPANS = 4000
 """Of one timeline. The newest are shown."""
-LIVES = 12
-"""Batches whose way from sampling to training is shown."""
-_LIFE = ("generate", "rewards", "score", "reference", "annotate", "train")
 _SPANS = {
     "sampling": ("generate", "load", "mismatch"),
     "evaluation": ("evaluate",),
@@ -32,7 +29,6 @@ WORK_OF = {span: work for work, spans in _SPANS.items() for span in spans}
 """Span -> kind of work. Waiting is where there is no bar."""
 _TRACKS = ("generator", "rewards", "reference", "publisher", "learner")
 """From top to bottom: as the work flows."""
-_SECONDS = Axis("start", "seconds since the start")
 
 
 class Panel(NamedTuple):
@@ -130,15 +126,20 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
 def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     """The timeline of the newest start of a run, that can be moved; with a ``share`` of the spans that it may have."""
     name, spans = list(run.traces.items())[-1] if run.traces else ("", [])
-    drawn = _drawn(spans)
+    known = (span for span in spans if span.name in WORK_OF)
+    drawn = sorted((s for s in known if s.name != "publish" or s.end - s.start > 1e-3), key=lambda span: span.start)
     if not drawn:
         return
-    rows = [_bar(span, span.track, drawn[0].start) for span in drawn]
+    rows: list[dict[str, Any]] = [
+        {"track": span.track, "work": WORK_OF[span.name], "what": span.name, "text": str(span.batch or "")}
+        | {"start": round(span.start - drawn[0].start, 4), "end": round(span.end - drawn[0].start, 4)}
+        for span in drawn
+    ]
     shown, end = rows[-max(1, int(share * MAX_SPANS)) :], max(row["end"] for row in rows)
     begin = min(row["start"] for row in shown)
     tracks = sorted({row["track"] for row in shown}, key=_track_place)
     wide = min(end - begin, _seconds_of(spans, BATCHES_SHOWN))
-    spec = timeline(shown, tracks, _SECONDS, wide)
+    spec = timeline(shown, tracks, Axis("start", "seconds since the start"), wide)
     last = max(begin, end - wide)
     ends = {"min": round(begin, 2), "max": round(last, 2), "step": round(max(wide / 20, 1e-3), 3)}
     bind = {"input": "range", **ends, "name": "move along the run "}
@@ -154,45 +155,6 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     if len(rows) > len(shown):
         says += f" The picture has the newest {len(shown)} of {len(rows)} pieces of work; {name} has all."
     yield Panel(f"work-{number}", run.name, spec, says + " A bar's number is its batch.")
-
-
-def lives(run: ReadRun, number: int) -> Iterator[Panel]:
-    """Of the newest batches of a run: when each was sampled, how long it waited, when it was trained on."""
-    spans = list(run.traces.values())[-1] if run.traces else []
-    lags = {round(row["batch"]): row["schedule/lag_mean"] for row in run.rows if "schedule/lag_mean" in row}
-    own = [span for span in spans if span.name in _LIFE and span.batch in lags]
-    sampled, used = ({s.batch for s in own if s.name == name} for name in ("generate", "train"))
-    shown = sorted(sampled & used)[-LIVES:]
-    if not shown:
-        return
-    tracks = {batch: f"batch {batch}, lag {lags[batch]:.3g}" for batch in shown}
-    rows, first = [], _drawn(spans)[0].start
-    for batch in shown:
-        parts = [span for span in own if span.batch == batch]
-        begin = min(span.start for span in parts if span.name in ("annotate", "train"))
-        waits = Span("", "wait", max(span.end for span in parts if span.name == "generate"), begin, batch)
-        parts = [waits, *parts] if waits.end > waits.start else parts
-        rows += [_bar(span, tracks[batch], first) | {"text": ""} for span in parts]
-    ends = min(row["start"] for row in rows), max(row["end"] for row in rows)
-    spec = timeline(rows, list(tracks.values()), _SECONDS._replace(domain=ends), ends[1] - ends[0])
-    says = (
-        f"The newest batches, {LIVES} at most: sampled, waiting for their turn, trained on. The lag is by how many "
-        "batches the weights that sampled a batch are older than those that it updates."
-    )
-    yield Panel(f"lives-{number}", f"{run.name}: from sampling to training", spec, says)
-
-
-def _drawn(spans: Sequence[Span]) -> list[Span]:
-    """What a timeline shows, by its beginning."""
-    shown = (
-        span for span in spans if span.name in WORK_OF and (span.name != "publish" or span.end - span.start > 1e-3)
-    )
-    return sorted(shown, key=lambda span: span.start)
-
-
-def _bar(span: Span, track: str, first: float) -> dict[str, Any]:
-    row = {"track": track, "work": WORK_OF.get(span.name, "waiting"), "what": span.name, "text": str(span.batch or "")}
-    return row | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
 
 
 def _seconds_of(spans: Sequence[Span], batches: int) -> float:
