@@ -41,7 +41,7 @@ def picture(found: Sequence[Summary], wanted: str | None) -> Spec | None:
     names = [_name({key: label for key, label in one.setting.items() if key in varied}, axis) for one in found]
     if len(set(names)) > _MOST:
         return None
-    shown = sorted(zip(found, names, strict=True), key=lambda pair: number_of(pair[0].setting[axis]) or 0.0)
+    shown = sorted(zip(found, names, strict=True), key=lambda pair: number_of(pair[0].setting.get(axis, "")) or 0.0)
     wins = all(one.wins is not None for one in found)
     series = [Series(name, name, says=name) for name in dict.fromkeys(names)]
     key = Key([*series, *([Series(START, reference=True)] if wins else [])])
@@ -50,14 +50,14 @@ def picture(found: Sequence[Summary], wanted: str | None) -> Spec | None:
         rows = []
         for one, name in shown:
             if (interval := getattr(one, measured)) is not None:
-                place = {"x": one.setting[axis]} if x.values else with_interval("x", "x", one.kl._asdict())
+                place = {"x": one.setting.get(axis, "")} if x.values else with_interval("x", "x", one.kl._asdict())
                 rows.append({"series": name, **place, **with_interval("y", "y", interval._asdict())})
         if measured == "wins":  # the model that they started from has no KL, and wins half of the time
             rows.append({"series": START, "x": 0.0, "y": 0.5})
         return points(rows, key, x, y)
 
     swept = axis.rpartition(".")[2]
-    x = Axis("x", swept, values=tuple(dict.fromkeys(one.setting[axis] for one, _ in shown)))
+    x = Axis("x", swept, values=tuple(dict.fromkeys(one.setting.get(axis, "") for one, _ in shown)))
     panels = [panel(x, Axis("y", "gold reward (mean, 95% interval)"), "gold")]
     if any(one.against is not None for one in found):
         panels.append(panel(x, Axis("y", "minus the baseline (paired, 95% interval)"), "against"))

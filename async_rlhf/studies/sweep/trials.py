@@ -63,28 +63,19 @@ def trials_of(config: SweepConfig) -> list[Trial]:
     Raises:
         ConfigError: a setting that cannot be run; the message names it.
     """
-    held_out = parsed_held_out(config)
-    _check_labels(config, [labels for labels, _ in settings_of(config)])
+    held_out, settings = parsed_held_out(config), list(settings_of(config))
+    for axis, label in labels_of(config.baseline).items():
+        known = list(dict.fromkeys(labels.get(axis, "") for labels, _ in settings))
+        require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
     found = [
         trial
-        for labels, keys in settings_of(config)
+        for labels, keys in settings
         for trial in of_setting(config, held_out, labels, keys, config.seeds, config.checkpoints)
     ]
     twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
     right = "must differ from each other: two settings have the same name"
     require(not twice, "settings", twice[:1], right)
     return sorted(found, key=lambda one: config.seeds.index(one.seed))
-
-
-def _check_labels(config: SweepConfig, settings: Sequence[Mapping[str, str]]) -> None:
-    """Require that the baseline is among the settings, and that the axis of the picture has numbers."""
-    for axis, label in labels_of(config.baseline).items():
-        known = list(dict.fromkeys(labels.get(axis, "") for labels in settings))
-        require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
-    shown = config.plot_axis
-    drawn = dict.fromkeys(labels.get(shown, "") for labels in settings) if shown is not None else {}
-    words = [label for label in drawn if number_of(label) is None]
-    require(not words, "plot_axis", shown, f"must be an axis whose labels are numbers; one is {words[:1]}")
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
