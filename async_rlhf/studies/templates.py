@@ -9,7 +9,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def filled(study: str, values: Mapping[str, Any], **filters: Any) -> str:
-    """The page.txt of a study with these values, without an empty line at its end. Its filter ``f`` is Python's format.
+    """The page.txt of a study with these values, without an empty line at its end.
+
+    Its filters are ``f``, which is Python's format, and ``count``, a number with the word for so many.
 
     Args:
         study: its folder.
@@ -18,5 +20,10 @@ def filled(study: str, values: Mapping[str, Any], **filters: Any) -> str:
     """
     loader = PackageLoader(f"async_rlhf.studies.{study}", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"f": format, **filters}
+    environment.filters |= {"f": format, "count": count, **filters}
     return environment.get_template("page.txt").render(values).rstrip("\n")
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number with the word for so many: 1 batch, 2 batches."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -37,6 +37,7 @@ from async_rlhf.studies.explain.repetition import (
     share,
 )
 from async_rlhf.studies.explain.update import compared, difference, norm
+from async_rlhf.studies.templates import count
 from async_rlhf.system.files import write_file
 from async_rlhf.types import Experience, ScoredBatch
 
@@ -130,8 +131,8 @@ def _require_one_rank(run: Path, original: RunConfig) -> None:
 
 
 def _say_from(part: Part, start: int) -> None:
-    count, later = part.batch - start, part.last - part.batch
-    repeats, after = f"{count} {'batch' if count == 1 else 'batches'}", f", and {later} later" if later else ""
+    repeats, later = count(part.batch - start, "batch", "batches"), part.last - part.batch
+    after = f", and {later} later" if later else ""
     if part.checkpoint is None:
         told = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s"
         logger.info(told, part.batch, repeats, after)

@@ -22,7 +22,6 @@ def page(account: Mapping[str, Any]) -> str:
         share=lambda x: "-" if x is None else f"{x:.1%}",
         decimal=lambda x: "-" if x is None else f"{x:.4g}",
         cosine=lambda x: "-" if x is None else f"{x:.3f}",
-        count=lambda number, one, many=None: f"{number} {one if number == 1 else many or one + 's'}",
         **{"facts": _facts, "marked": _marked, "visible": _visible, "short": _short, "wrapped": _wrapped},
     )
     return text + "\n"

@@ -25,6 +25,7 @@ from async_rlhf.studies.plan.measured import MeasuredRun, read_run
 from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
 from async_rlhf.studies.plan.search import GAIN, Choice, Proposal, in_flight, propose, search, try_split
 from async_rlhf.studies.plan.times import Scaled, Split, Times, given
+from async_rlhf.studies.templates import count
 from async_rlhf.studies.templates import filled as filled_page
 from async_rlhf.system import trace
 from async_rlhf.system.files import write_file
@@ -177,13 +178,9 @@ def _devices(split: Split) -> int:
 def _split(split: Split) -> str:
     """A split in words."""
     if split.in_turn:
-        return f"{_count(split.learners, 'device')} in turn"
+        return f"{count(split.learners, 'device')} in turn"
     each = f" of {split.tensor_parallel} devices" if split.tensor_parallel > 1 else ""
-    return f"{_count(split.generators, 'generator')}{each} and {_count(split.learners, 'learner')}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" + ("" if number == 1 else "s")
+    return f"{count(split.generators, 'generator')}{each} and {count(split.learners, 'learner')}"
 
 
 def short(number: float) -> str:
