@@ -126,10 +126,11 @@ def main() -> None:
     longest = max(seconds for _, seconds in runs.values())
     x = Axis("start", f"seconds from the end of batch {FROM}; a bar's number is its batch", domain=(0, longest))
     panels: list[Spec] = [
-        timeline(rows, list(TRACKS.values()), x, longest, f"{title}: {seconds / (last - FROM):.2f} s a batch")
+        timeline(rows, list(TRACKS.values()), x, longest)
+        | {"title": f"{title}: {seconds / (last - FROM):.2f} s a batch", "width": 900}
         for title, (rows, seconds) in runs.items()
     ]
-    render_png(figure([{**panel, "width": 900} for panel in panels], columns=1), options.out, scale=1.3)
+    render_png(figure(panels, columns=1), options.out, scale=1.3)
 
 
 if __name__ == "__main__":

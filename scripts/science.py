@@ -321,10 +321,12 @@ def draw_impulse(out: Path) -> None:
     for kind in branches():
         if kind.age == 16:
             change = kind.change(0)
-            places = {"low": change.low, "high": change.high, "change": change.estimate, "batches": kind.count}
+            places = {"low": change.low, "high": change.high, "change": change.estimate, "batches": str(kind.count)}
             rows.append({"series": kind.objective, **places})
     key = Key(Series(name, name, says=name) for name in dict.fromkeys(row["series"] for row in rows))
-    numbers = Axis("batches", "batches in a row sampled by the weights of 16 before", ticks=(1, 2, 4, 8, 16, 32))
+    numbers = Axis(
+        "batches", "batches in a row sampled by the weights of 16 before", values=("1", "2", "4", "8", "16", "32")
+    )
     change = Axis("change", "change of right answers just after", format="+.1f", domain=(-0.7, 0.2))
     render_png(figure([curves(rows, key, numbers, change)], key), out)
 

@@ -39,7 +39,7 @@ from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
-from async_rlhf.studies.explain.rerun import RepetitionDiffersError, read_metrics
+from async_rlhf.studies.explain.repetition import RepetitionDiffersError
 
 STOPS = list(range(60))
 """So many stop tokens that a tiny model ends most answers by itself."""
@@ -198,6 +198,12 @@ def repeat(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def measured(folder: Path) -> list[dict]:
+    """The metrics of a run and of its evaluations, without times."""
+    rows = json_rows(folder / "metrics.jsonl")
+    return [{name: x for name, x in row.items() if "time/" not in name and name != "eps"} for row in rows]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("staleness", [rare(0), 1])
 def test_a_run_with_a_fickle_environment_is_repeated_and_explained(tmp_path, staleness):
@@ -209,7 +215,7 @@ def test_a_run_with_a_fickle_environment_is_repeated_and_explained(tmp_path, sta
     assert sum(row["evaluated"] is not None for row in episodes) == 20 * 2
     assert len({row["metrics"].get("number") for row in episodes}) > 10
     again = repeat(tmp_path, "again")
-    assert read_metrics(again) == read_metrics(run)
+    assert measured(again) == measured(run)
     assert (again / "episodes.jsonl").read_bytes() == (run / "episodes.jsonl").read_bytes()
     run_explain(ExplainConfig(str(run), batch=2))
     first = json.loads((run / "episodes.jsonl").read_text().splitlines()[0])
@@ -229,7 +235,7 @@ def test_a_run_with_a_fickle_environment_is_repeated_and_explained(tmp_path, sta
 def test_a_run_with_conversations_is_repeated_and_explained(tmp_path):
     agent = {"environment": None, "agent": f"{environments.__file__}:forget"}
     run_train(replace(as_command(tmp_path, "Echo", staleness=1), **agent))
-    assert read_metrics(repeat(tmp_path, "again")) == read_metrics(tmp_path / "run")
+    assert measured(repeat(tmp_path, "again")) == measured(tmp_path / "run")
     step = run_explain(ExplainConfig(str(tmp_path / "run"), batch=2))["step"]["contributions"]
     assert step["sum_of_units"] == pytest.approx(step["of_the_whole_batch"], rel=1e-4)
 

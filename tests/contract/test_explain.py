@@ -24,8 +24,7 @@ from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain import repetition
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
-from async_rlhf.studies.explain.repetition import Part, Repetition
-from async_rlhf.studies.explain.rerun import RepetitionDiffersError, of_training, read_metrics, read_run
+from async_rlhf.studies.explain.repetition import Part, Repetition, RepetitionDiffersError, read_metrics, read_run
 from async_rlhf.studies.explain.update import difference, inner, norm
 
 REWARD = """
@@ -76,7 +75,7 @@ def test_an_update_is_repeated_from_the_checkpoint_before_it(train, staleness):
     assert found["repeated"] == {"from": "checkpoint-4", "batches": 1, "after": 1, "compared": [5, 6]}
     # The weights that the run itself has written say how far this update has moved them.
     assert found["step"]["norm"] == pytest.approx(moved(run / "checkpoint-4", run / "checkpoint-5"), rel=1e-9)
-    assert [lag["lag"] for lag in found["lags"]] == [staleness]
+    assert found["lag"]["batches"] == staleness
     whole = found["step"]["contributions"]
     assert whole["sum_of_units"] == pytest.approx(whole["of_the_whole_batch"], rel=1e-4)
     after = checksums(run)
@@ -229,7 +228,7 @@ def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, 
     for batch in range(3, 7):
         assert same(changed.weights[batch], policy_of(other / f"checkpoint-{batch}")), batch
         assert not same(changed.weights[batch], policy_of(run / f"checkpoint-{batch}"))
-    before, logged = (of_training(read_metrics(folder)) for folder in (run, other))
+    before, logged = (read_metrics(folder) for folder in (run, other))
     assert {**changed.metrics[3], "reward/letters": 0} == {**logged[3], "reward/letters": 0}  # the total is replaced
     assert [changed.metrics[b] for b in (4, 5, 6)] == [logged[b] for b in (4, 5, 6)]
 

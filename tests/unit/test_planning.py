@@ -201,30 +201,6 @@ def test_one_step_off_policy_takes_the_longer_of_both(generate, learn):
     assert outcome.learner_idle == pytest.approx(1 - learn / max(generate, learn))
 
 
-def test_publishing_counts_where_the_learner_limits_and_also_where_the_generator_waits_for_it():
-    assert simulate(constant(2.0, 3.0, publish=0.5), 1).step_seconds == pytest.approx(3.5)
-    assert simulate(constant(4.0, 3.0, publish=0.5), 1).step_seconds == pytest.approx(4.0)
-    # What comes after publishing delays the learner's next batch alone.
-    assert simulate(constant(4.0, 3.0, other=0.5), 1).step_seconds == pytest.approx(4.0)
-    assert simulate(constant(3.0, 3.0, other=0.5), 1).step_seconds == pytest.approx(3.5)
-
-
-def test_the_first_batches_of_one_step_off_policy():
-    outcome = simulate(constant(2.0, 3.0), staleness=1)
-    # Version 0 samples batches 1 and 2; batch 3 waits for version 1, at 5.
-    assert spans(outcome, "generate")[:4] == [(1, 0, 2), (2, 2, 4), (3, 5, 7), (4, 8, 10)]
-    assert spans(outcome, "learn")[:3] == [(1, 2, 5), (2, 5, 8), (3, 8, 11)]
-
-
-def test_a_batch_is_there_with_its_last_share():
-    assert simulate(constant((1.0, 4.0, 2.0), 3.0), 0).step_seconds == pytest.approx(7)
-    outcome = simulate(constant((1.0, 4.0, 2.0), 3.0), 1)
-    # Whoever is free begins the next batch, so every other one is there when the learner is: 4 s, and then 3.
-    assert outcome.step_seconds == pytest.approx(3.5)
-    assert outcome.generator_idle == pytest.approx(1 - 7 / 3 / 3.5)
-    assert spans(outcome, "generate")[:6] == [(1, 0, 1), (2, 1, 2), (1, 0, 2), (1, 0, 4), (2, 2, 4), (2, 2, 6)]
-
-
 def test_what_varies_is_hidden_by_more_staleness():
     """Long to sample is long to train on. S = 1 does long batches one after the other; S = 2 has one in store."""
     seconds = [1.0, 3.0] * 40
@@ -233,12 +209,6 @@ def test_what_varies_is_hidden_by_more_staleness():
     # Batch 4 may begin when batch 2 is trained on, at 7; with S = 2 when batch 1 is, and its generator is free at 5.
     assert spans(simulate(work, 1), "generate")[:4] == [(1, 0, 1), (2, 1, 4), (3, 4, 5), (4, 7, 10)]
     assert spans(simulate(work, 2), "generate")[:4] == [(1, 0, 1), (2, 1, 4), (3, 4, 5), (4, 5, 8)]
-
-
-def test_random_variation_needs_more_than_one_step():
-    work = draw([BatchTimes((1.0,), 1.0, 0.0)], VariationConfig(0.5, 0.5), 2000, seed=0)
-    one, three, ten = (simulate(work, s).step_seconds for s in (1, 3, 10))
-    assert one > 1.2 > 1.1 > three > ten > 0.98
 
 
 def test_what_goes_on_at_once_is_slower():
@@ -627,16 +597,6 @@ def test_ranks_that_share_rows_take_the_time_of_what_they_exchange():
     assert gap == pytest.approx(2 * 8 * 2 * 120 * 2 * token / (4 * 10e9))
 
 
-def test_what_a_pass_holds_is_divided_where_ranks_share_rows():
-    long = replace(CHAT.workload, annotate_rows=8, longest_prompt=30_000)
-
-    def annotate(**model: float) -> float:
-        line = Roofline(CHAT.hardware, replace(CHAT.model, **model), batch_of(long, None))
-        return line.phases(8, recompute=True)["annotate"]
-
-    assert annotate(context_parallel=4) < 0.7 * annotate()
-
-
 def test_a_width_that_is_not_given_follows_from_the_parameters():
     found = shape_of(ModelSizeConfig(parameters=4.05e8, layers=24, kv_width=1024, vocabulary=50_304))
     assert found.hidden == pytest.approx(1024, rel=0.01)
@@ -651,16 +611,6 @@ def test_a_recipe_says_how_large_passes_are():
     assert (batch.train_rows, batch.annotate_rows, batch.longest_prompt) == (32, 64, 512)  # 16 pairs
     own = batch_of(WorkloadConfig(prompt_tokens=350, train_rows=3, annotate_rows=5, longest_prompt=400), recipe)
     assert (own.train_rows, own.annotate_rows, own.longest_prompt) == (3, 5, 400)
-
-
-def test_more_devices_help_ever_less():
-    line = Roofline(HardwareConfig(), replace(SMALL, parameters=4e8), replace(BATCH, prompts=512))
-    seconds = [line.generate_seconds(g) for g in (1, 2, 4, 8, 16, 32)]
-    floor = 50 * (8e8 / (3350e9 * 0.85) + 0.001)
-    assert all(a > b > floor for a, b in itertools.pairwise(seconds))
-    gains = [a / b for a, b in itertools.pairwise(seconds)]
-    assert gains == sorted(gains, reverse=True)
-    assert gains[0] < 2
 
 
 def test_a_recipe_says_what_the_workload_leaves_open():
@@ -697,26 +647,6 @@ def test_a_free_generator_takes_the_next_request_whatever_its_speed():
     quarters = replace(times, workload=WorkloadConfig())
     at_once = try_split(quarters, Split(4, 1), PlanConfig(scaling=scaling)).outcomes[0].step_seconds
     assert at_once == pytest.approx(14.0)
-
-
-def test_what_brings_the_weights_delays_generators_and_not_the_learner():
-    beside = replace(constant(1.0, 2.0), transfer=[0.5] * 60)
-    assert simulate(beside, 1).step_seconds == pytest.approx(2.0)
-    assert simulate(constant(1.0, 2.0, publish=0.5), 1).step_seconds == pytest.approx(2.5)
-    # Without a batch in store there is nothing to hide it behind, and one version at a time is on its way.
-    assert simulate(beside, 0).step_seconds == pytest.approx(3.5)
-    assert simulate(replace(beside, transfer=[3.0] * 60), 2).step_seconds == pytest.approx(3.0)
-
-
-def test_evaluations_fill_the_gaps_of_generators():
-    """1 s every 10 batches, for nothing where the learner is slower by half of that: one batch is in store."""
-    evaluated = {"evaluate": (1.0,), "eval_steps": 10}
-    assert simulate(replace(constant(1.0, 1.5, batches=120), **evaluated), 1).step_seconds == pytest.approx(1.5)
-    assert simulate(replace(constant(1.5, 1.5, batches=120), **evaluated), 1).step_seconds == pytest.approx(
-        1.6, rel=0.01
-    )
-    found = simulate(replace(constant(1.0, 1.5), **evaluated), 1)
-    assert [version for version, _, _ in spans(found, "evaluate")] == [10, 20, 30, 40, 50]
 
 
 def test_an_evaluation_is_as_long_as_its_share_of_a_batch():

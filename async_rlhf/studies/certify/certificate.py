@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from async_rlhf.commands.evaluation.statistics import crossed_mean_interval, variance_saved
 from async_rlhf.studies.certify.bets import Known, Question, known_of
 from async_rlhf.studies.certify.sequential import Look
-
-Results = Mapping[str, Any]
-"""Of one run; see :func:`~async_rlhf.studies.sweep.one_trial.run_trial`."""
+from async_rlhf.studies.sweep.results import Results, markdown_row
+from async_rlhf.studies.templates import filled
 
 
 class Pair(NamedTuple):
@@ -24,9 +23,9 @@ class Pair(NamedTuple):
     stale: float
     differences: tuple[float, ...]
     """Stale minus synchronous, for each prompt."""
-    kl_synchronous: float | None
+    kl_synchronous: float
     """To the model that both started from, in nats a completion."""
-    kl_stale: float | None
+    kl_stale: float
 
     @property
     def difference(self) -> float:
@@ -41,7 +40,7 @@ def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
         ValueError: they were not judged on equally many prompts.
     """
     both = synchronous["scores"], stale["scores"]
-    kls = [one["kl"]["estimate"] if "kl" in one else None for one in (synchronous, stale)]
+    kls = (one["kl"]["estimate"] for one in (synchronous, stale))
     return Pair(seed, fmean(both[0]), fmean(both[1]), tuple(b - a for a, b in zip(*both, strict=True)), *kls)
 
 
@@ -115,96 +114,46 @@ def summary_of(found: Sequence[tuple[Pair, Known]], question: Question) -> dict[
         **_evidence(last),
         "worst_pair": {"seed": worst.seed, "difference": worst.difference},
         "variance_saved": None if saved is None else saved._asdict(),
-        "kl_synchronous": _mean([pair.kl_synchronous for pair in pairs]),
-        "kl_stale": _mean([pair.kl_stale for pair in pairs]),
+        "kl_synchronous": fmean(pair.kl_synchronous for pair in pairs),
+        "kl_stale": fmean(pair.kl_stale for pair in pairs),
     }
 
 
 def table(found: Sequence[tuple[Pair, Known]], question: Question) -> str:
     """A Markdown table, a row for each pair."""
-    lines = [
-        f"| seed | S = 0 | S = {question.staleness} | difference | standard error over prompts "
-        "| evidence: non-inferior | inferior |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    titles = ("seed", "S = 0", f"S = {question.staleness}", "difference", "standard error over prompts")
+    lines = [markdown_row([*titles, "evidence: non-inferior", "inferior"]), f"|{'---|' * 7}"]
     for pair, known in found:
-        lines.append(
-            f"| {pair.seed} | {pair.synchronous:.4f} | {pair.stale:.4f} | {pair.difference:+.4f} "
-            f"| {_standard_error(pair):.4f} | {_odds(known.log_non_inferior, question.error)} "
-            f"| {_odds(known.log_inferior, question.error)} |"
+        golds = (
+            f"{pair.synchronous:.4f}",
+            f"{pair.stale:.4f}",
+            f"{pair.difference:+.4f}",
+            f"{_standard_error(pair):.4f}",
         )
+        odds = (_odds(log, question.error) for log in (known.log_non_inferior, known.log_inferior))
+        lines.append(markdown_row([str(pair.seed), *golds, *odds]))
     return "\n".join(lines)
 
 
 def progress(pair: Pair, known: Known, question: Question) -> str:
     """One line after a pair."""
     mean, low, high = known.normal.mean, known.normal.low, known.normal.high
+    odds = [_odds(log, question.error) for log in (known.log_non_inferior, known.log_inferior)]
     return (
         f"pair {known.normal.pairs} (seed {pair.seed}): gold reward {pair.synchronous:.4f} at S = 0, {pair.stale:.4f} "
-        f"at S = {question.staleness}; mean difference {_interval(mean, low, high)}; evidence "
-        f"{_odds(known.log_non_inferior, question.error)} non-inferior, "
-        f"{_odds(known.log_inferior, question.error)} inferior, of "
-        f"{1 / question.error:.3g}: {known.decision if known.decision != 'undecided' else 'goes on'}"
+        f"at S = {question.staleness}; mean difference {_interval(mean, low, high)}; evidence {odds[0]} non-inferior, "
+        f"{odds[1]} inferior, of {1 / question.error:.3g}: "
+        f"{known.decision if known.decision != 'undecided' else 'goes on'}"
     )
 
 
 def told(summary: Mapping[str, Any]) -> str:
     """The certificate in words."""
-    k, margin, pairs = summary["staleness"], summary["margin"], summary["pairs"]
     odds = {
         name: _odds(summary[f"log10_evidence_{name}"] * math.log(10), summary["error"])
         for name in ("mean", "rate", "inferior")
     }
-    enough, rate = f"{1 / summary['error']:.3g}", f"{summary['breakdown_rate']:.0%}"
-    kept = f"fewer than {rate} of pairs lose more than {summary['bound']:g} (evidence {odds['rate']})"
-    decided = {
-        "non-inferior": f"S = {k} is non-inferior to S = 0: it costs less than {margin:g} of mean gold reward "
-        f"(evidence {odds['mean']}), and {kept}; {enough} was asked for.",
-        "inferior": f"S = {k} is inferior to S = 0: it costs more than {margin:g} of mean gold reward "
-        f"(evidence {odds['inferior']}; {enough} was asked for).",
-        "undecided": f"Undecided: that S = {k} costs less than {margin:g} of mean gold reward has evidence "
-        f"{odds['mean']}, that {kept}, that it costs more {odds['inferior']}; {enough} was asked for. More pairs can "
-        "still decide it: raise max_pairs and start again.",
-    }[summary["decision"]]
-    low, high = (math.nan if end is None else end for end in (summary["interval"]["low"], summary["interval"]["high"]))
-    worst, seeds = summary["worst_pair"], summary["seeds"]
-    lines = [
-        decided,
-        f"{pairs} pairs, seeds {seeds[0]} to {seeds[-1]}, each judged on the same {summary['prompts']} held-out "
-        f"prompts. Gold reward {summary['gold_synchronous']:.4f} at S = 0, {summary['gold_stale']:.4f} at S = {k}; "
-        f"mean difference {_interval(summary['mean_difference'], low, high)} "
-        f"({summary['interval']['coverage']:.0%}, at all looks together).",
-        _spread(summary),
-        f"Worst pair: {worst['difference']:+.4f}, seed {worst['seed']}; {summary['breakdowns']} of {pairs} broke down. "
-        f"{pairs} pairs of which none does bound their share by {1 - 0.05 ** (1 / pairs):.0%} (95%).",
-        f"If differences are normal, a t-test says: {summary['decision_if_normal']}. The interval is its, too.",
-        f"Fixed before the first pair: margin {margin:g}, error {summary['error']:g} for either wrong decision, at "
-        f"least {summary['min_pairs']} pairs, a breakdown is a loss of more than {summary['bound']:g}, and {rate} of "
-        "them too many. The error rates hold for any differences of independent pairs; in the mean a breakdown counts "
-        f"as a loss of {summary['bound']:g}.",
-    ]
-    if (gain := summary["gain"]) is not None:
-        lines.append(
-            f"Margin and breakdown are {margin / gain:.0%} and {summary['bound'] / gain:.0%} of the {gain:.4f} that "
-            f"training gained at S = 0 with seed {seeds[0] - 1}, which is in no pair."
-        )
-    return "\n".join(lines)
-
-
-def _spread(summary: Mapping[str, Any]) -> str:
-    other, saved = summary["other_prompts"], summary["variance_saved"]
-    text = (
-        f"With other prompts of the same kind: {_interval(other['estimate'], other['low'], other['high'])} "
-        "(95%, over seeds and prompts, for this number of pairs)."
-    )
-    if summary["deviation"] is not None:
-        text += f" From pair to pair the difference varies by {summary['deviation']:.4f}."
-    if saved is not None:
-        text += (
-            f" Pairing: runs that share no random numbers would need {saved['estimate']:.1f} times as many "
-            f"(95% interval {saved['low']:.1f} to {saved['high']:.1f})."
-        )
-    return text
+    return filled("certify", {**summary, "odds": odds}, **{"with": _interval})
 
 
 def _standard_error(pair: Pair) -> float:
@@ -228,8 +177,8 @@ def _odds(log_evidence: float, error: float) -> str:
     return text
 
 
-def _interval(estimate: float, low: float, high: float) -> str:
-    bounded = math.isfinite(low) and math.isfinite(high)
+def _interval(estimate: float, low: float | None, high: float | None) -> str:
+    bounded = low is not None and high is not None and math.isfinite(low) and math.isfinite(high)
     return f"{estimate:+.4f} " + (f"[{low:+.4f}, {high:+.4f}]" if bounded else "[no bounds yet]")
 
 
@@ -240,8 +189,3 @@ def _evidence(known: Known) -> dict[str, float]:
 
 def _ends(known: Look) -> dict[str, float | None]:
     return {name: end if math.isfinite(end := getattr(known, name)) else None for name in ("low", "high")}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +13,11 @@ from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import load_rows
-from async_rlhf.studies.certify.bets import Known, Question, fewest_pairs
-from async_rlhf.studies.certify.certificate import (
-    Pair,
-    Results,
-    in_order,
-    line_of,
-    looks,
-    progress,
-    summary_of,
-    table,
-    told,
-)
+from async_rlhf.studies.certify.bets import Question, fewest_pairs
+from async_rlhf.studies.certify.certificate import in_order, line_of, looks, progress, summary_of, table, told
 from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials, start_jobs
+from async_rlhf.studies.sweep.results import Results
 from async_rlhf.studies.sweep.trials import Trial, of_setting, parsed_held_out, parsed_run
 from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
@@ -63,8 +54,10 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
         if config.of_gain:
             gain = _gain(config)
             question = question._replace(margin=question.margin * gain, bound=question.bound * gain, gain=gain)
-        found: list[tuple[Pair, Known]] = []
-        pairs = in_order(_arrivals(running, trials), [trial.seed for trial in trials[::2]], config.staleness)
+        found = []
+        known_as = {trial.name: (trial.run.train.staleness, trial.seed) for trial in trials}
+        arrivals = ((*known_as[name], results) for name, results in _succeeded(running))
+        pairs = in_order(arrivals, [trial.seed for trial in trials[::2]], config.staleness)
         for pair, known in looks(pairs, question):
             found.append((pair, known))
             write_file(folder / PAIRS, json_lines(line_of(*one) for one in found))
@@ -119,15 +112,12 @@ def _gain(config: CertifyConfig) -> float:
         FailedRunsError: it failed.
     """
     pilot = _trials(config, parsed_held_out(config), [config.seed])[0]
-    golds = {}
-    for name, results, error in run_trials([pilot], config, start_jobs(config, [pilot])):
-        golds[name] = _results(name, results, error)["gold"]["estimate"]
+    running = run_trials([pilot], config, start_jobs(config, [pilot]))
+    golds = {name: results["gold"]["estimate"] for name, results in _succeeded(running)}
     trained = golds.pop(pilot.name)
     (start,) = golds.values()
-    told = (
-        f"seed {config.seed} goes from a gold reward of {start:.4f} to {trained:.4f}, and there are no shares of that"
-    )
-    require(trained > start, "of_gain", True, f"must be false: {told}")
+    told = f"seed {config.seed} goes from a gold reward of {start:.4f} to {trained:.4f}, and there are no shares of"
+    require(trained > start, "of_gain", True, f"must be false: {told} that")
     return trained - start
 
 
@@ -148,16 +138,9 @@ def _fix(config: CertifyConfig) -> None:
         plan.publish_files({}, {})
 
 
-def _arrivals(
-    running: Iterator[tuple[str, Results | None, str]], trials: Sequence[Trial]
-) -> Iterator[tuple[int, int, Results]]:
-    """Staleness, seed and results of each run as it ends."""
-    by_name = {trial.name: trial for trial in trials}
+def _succeeded(running: Iterable[tuple[str, Results | None, str]]) -> Iterator[tuple[str, Results]]:
+    """Name and results of each run as it ends. Raises FailedRunsError for one that has failed."""
     for name, results, error in running:
-        yield by_name[name].run.train.staleness, by_name[name].seed, _results(name, results, error)
-
-
-def _results(name: str, results: Results | None, error: str) -> Results:
-    if results is None:
-        raise FailedRunsError(f"{name} failed; start the certificate again to repeat it:\n  {error}")
-    return results
+        if results is None:
+            raise FailedRunsError(f"{name} failed; start the certificate again to repeat it:\n  {error}")
+        yield name, results

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from async_rlhf.config import ConfigError
@@ -22,23 +23,27 @@ from async_rlhf.run.folder import Checkpoints, batch_of
 from async_rlhf.run.record import ENVIRONMENT
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
-from async_rlhf.studies.explain.explanation import explained
+from async_rlhf.studies.explain.explanation import explained, number
 from async_rlhf.studies.explain.page import page
-from async_rlhf.studies.explain.repetition import Course, Part, Repetition, share
-from async_rlhf.studies.explain.rerun import (
+from async_rlhf.studies.explain.repetition import (
+    Course,
     Line,
+    Part,
+    Repetition,
     RepetitionDiffersError,
-    of_training,
     read_metrics,
     read_run,
     require_equal,
+    share,
 )
-from async_rlhf.studies.explain.update import difference, norm
-from async_rlhf.studies.explain.what_if import what_changes
+from async_rlhf.studies.explain.update import compared, difference, norm
+from async_rlhf.studies.templates import count
 from async_rlhf.system.files import write_file
-from async_rlhf.types import Experience
+from async_rlhf.types import Experience, ScoredBatch
 
 logger = logging.getLogger(__name__)
+
+_METRICS = {"score": "objective/scores", "kl": "objective/kl"}
 
 
 def run_explain(config: ExplainConfig) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
     for file in files:
         free = config.overwrite or not file.exists()
         require(free, "output_dir", str(folder), f"has {file.name} already; set overwrite, or choose another folder")
-    logged = of_training(read_metrics(run))
+    logged = read_metrics(run)
     part = _part(config, run, original, max(logged, default=0))
     _require_answers(config, part)
     scores = {int(n): float(score) for n, score in config.what_if.items()}
@@ -67,8 +72,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
         found = Repetition(part, Path(scratch, "run"), keep=bool(scores))
         ours = found.course.metrics
-        both = [batch for batch in ours if batch in logged]
-        _require_as_logged(ours, logged, config.batch)
+        require_equal(ours, logged, config.batch)
         other = None
         if scores:
             logger.info("explain: repeats them with the scores of what_if")
@@ -83,7 +87,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
             "from": None if part.checkpoint is None else part.checkpoint.name,
             "batches": config.batch - start,
             "after": max(ours) - config.batch,
-            "compared": both,
+            "compared": [batch for batch in ours if batch in logged],
         },
         **_taken_apart(found, config, scores, other),
     }
@@ -126,20 +130,9 @@ def _require_one_rank(run: Path, original: RunConfig) -> None:
         )
 
 
-def _require_as_logged(ours: Mapping[int, Line], logged: Mapping[int, Line], batch: int) -> None:
-    """Require that what was repeated equals what the run had logged."""
-    for after in (False, True):
-        both = [each for each in ours if each in logged and (each > batch) is after]
-        try:
-            require_equal([ours[each] for each in both], [logged[each] for each in both])
-        except RepetitionDiffersError as error:
-            told = f"; --after 0 repeats no batch after {batch}" if after else ""
-            raise RepetitionDiffersError(f"{error}{told}") from error
-
-
 def _say_from(part: Part, start: int) -> None:
-    count, later = part.batch - start, part.last - part.batch
-    repeats, after = f"{count} {'batch' if count == 1 else 'batches'}", f", and {later} later" if later else ""
+    repeats, later = count(part.batch - start, "batch", "batches"), part.last - part.batch
+    after = f", and {later} later" if later else ""
     if part.checkpoint is None:
         told = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s"
         logger.info(told, part.batch, repeats, after)
@@ -163,7 +156,7 @@ def _taken_apart(
         account["later"] = found.later
         found.later[-1]["kl_per_token"] = distance(update, experience, found.end, found.end_without).kl
         account["before"] = _ranked(found, experience) if found.without else None
-        account["what_if"] = None if other is None else what_changes(found, other, experience, scores)
+        account["what_if"] = None if other is None else _what_changes(found, other, experience, scores)
     learner.optimizer.zero_grad()
     return account
 
@@ -178,6 +171,51 @@ def _ranked(found: Repetition, experience: Experience) -> dict[str, Any]:
     rest = None if together["share"] is None else 1 - together["share"]
     rows.sort(key=lambda row: -(row["share"] or 0.0))
     return {"norm": norm(way), "earlier": rest, "batches": rows}
+
+
+def _what_changes(was: Repetition, now: Course, experience: Experience, scores: Mapping[int, float]) -> dict[str, Any]:
+    """How a run with other scores differs, as JSON can hold it.
+
+    Args:
+        was: the run as it was, with its weights.
+        now: what became of it with the other scores.
+        experience: the rows on which policies are compared, of the batch as it was.
+        scores: by the completions' numbers, from 1.
+
+    Returns:
+        ``changes``, by completion; ``completions_differ_from``, the first batch in which a completion is another; and
+        for each of ``batches`` means of scores and of the KL from the reference, how many completions are others, how
+        the update differs, and the KL in nats a token from the policy as it was to the other one.
+    """
+    update, batches = was.update, sorted(was.course.scored.keys() & now.scored.keys())
+    first = was.course.scored[batches[0]]
+    found = []
+    for batch in batches:
+        theirs, ours = was.course.weights, now.weights
+        change, cosine = compared(*(difference(of[batch], of[batch - 1]) for of in (ours, theirs)))
+        old, new = was.course.metrics[batch], now.metrics[batch]
+        found.append(
+            {
+                "batch": batch,
+                **{name: {"was": old.get(key), "is": new.get(key)} for name, key in _METRICS.items()},
+                "completions": len(first.batch.samples),
+                "others": _others(was.course.scored[batch], now.scored[batch]),
+                "update": {"change": change, "cosine": cosine},
+                "kl_per_token": distance(update, experience, theirs[batch], ours[batch]).kl,
+            }
+        )
+    scores_R = first.scores_PK.flatten()
+    return {
+        "changes": [{"completion": n, "was": number(scores_R[n - 1].item()), "is": x} for n, x in scores.items()],
+        "completions_differ_from": next((each["batch"] for each in found if each["others"]), None),
+        "batches": found,
+    }
+
+
+def _others(was: ScoredBatch, now: ScoredBatch) -> int:
+    """How many completions are others, or of other prompts."""
+    pairs = zip(was.batch.samples, now.batch.samples, strict=True)
+    return sum(not np.array_equal(ours.tokens, theirs.tokens) for ours, theirs in pairs)
 
 
 def _write(files: Sequence[Path], account: dict[str, Any], metrics: Line) -> None:

@@ -1,4 +1,4 @@
-"""Puts together what is known of an update: its step, completions, tokens, parts of the reward, and lags."""
+"""Puts together what is known of an update: its step, completions, tokens, parts of the reward, and lag."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def explained(
         {"part": part, "without": found.with_scores(without_part(scorer, scored, part)).row}
         for part in reward_parts(scorer, scored)
     ]
-    lags = found.lags()
     return {
         "step": found.of_step(),
         "completions": units,
@@ -67,7 +66,7 @@ def explained(
         "vocabulary": found.vocabulary(),
         "not_trained_on": len(scored.batch.samples) - len(experience),
         "reward_parts": parts,
-        "lags": lags,
+        "lag": found.lag(),
     }
 
 
@@ -198,11 +197,6 @@ class _Account(Removal):
         return round(self.effects[unit].change or 0.0, 6)
 
     @cached_property
-    def _lags(self) -> list[np.ndarray]:
-        """Of each row's sampled tokens."""
-        return [self.update.batch - 1 - row.sample.versions[row.sample.sampled] for row in self.rows]
-
-    @cached_property
     def _seen(self) -> Tensor:
         """Whether each token was sampled and is one of a unit that a step was taken on."""
         seen_B = self.measured.seen_U.repeat_interleave(self.experience.rows_per_unit)
@@ -238,7 +232,7 @@ class _Account(Removal):
         }
 
     def _row(self, b: int, with_tokens: bool) -> dict[str, Any]:
-        row, lags = self.rows[b], self._lags[b]
+        row = self.rows[b]
         rewards = {name: number(values_R[row.number].item()) for name, values_R in self.scored.rewards.items()}
         advantages_BT, sampled_T = self.experience.advantages_BT, self.experience.sampled_BT[b] > 0
         found = {
@@ -249,7 +243,6 @@ class _Account(Removal):
             "score": self.experience.scores_B[b].item(),
             "rewards": rewards,
             "advantage": None if advantages_BT is None else advantages_BT[b][sampled_T].double().mean().item(),
-            "lag": float(lags.mean()) if len(lags) else None,
             "contribution": self.measured.tokens_BT[b].sum().item(),
         }
         if with_tokens:
@@ -283,7 +276,6 @@ class _Account(Removal):
                     "percent": self.percent(contribution),
                     "logprob": self.experience.behaviour_logprobs_BT[b, t].item(),
                     "moves": self.measured.moves_BT[b, t].item(),
-                    "lag": self.update.batch - 1 - int(self.rows[b].sample.versions[t]),
                 }
             )
         return found
@@ -308,45 +300,21 @@ class _Account(Removal):
             if sums_N[i] != 0
         ]
 
-    def lags(self) -> list[dict[str, Any]]:
-        """By lag: what its tokens add, how far the policy is from that which drew them, and the update without them."""
-        found, size = [], self.experience.rows_per_unit
-        known = sorted(set(np.concatenate(self._lags).tolist())) if self._lags else []
-        lags_BT = torch.full(self.experience.sampled_BT.shape, -1)
-        for b, row in enumerate(self.rows):
-            sampled = torch.from_numpy(row.sample.sampled)
-            lags_BT[b, : len(sampled)][sampled] = torch.from_numpy(self._lags[b]).long()
-        for lag in known:
-            here_BT = lags_BT == lag
-            units = sorted({b // size for b in here_BT.any(dim=1).nonzero().squeeze(1).tolist()})
-            ratios_N = self.measured.log_ratios_BT[here_BT & self._seen].double()
-            contribution = self.measured.tokens_BT[here_BT].sum().item()
-            alone = len(known) == 1
-            found.append(
-                {
-                    "lag": lag,
-                    "units": len(units),
-                    "tokens": int(here_BT.sum()),
-                    "contribution": contribution,
-                    "percent": self.percent(contribution),
-                    "mean_abs_log_ratio": ratios_N.abs().mean().item() if len(ratios_N) else None,
-                    "objective": self._corrections(units),
-                    "without": None if alone else self.without_units(units).row,
-                }
-            )
-        return found
-
-    def _corrections(self, units: list[int]) -> dict[str, float]:
-        """What importance weights and clipping did to some units: means by their weight in the objective."""
-        loss_weights_U, found = self.experience.loss_weights_U[units].double(), {}
+    def lag(self) -> dict[str, Any]:
+        """How old the weights are that drew the batch, how far the policy is from them, and what corrected for it:
+        means of importance weights and of clipping, by weight in the objective.
+        """
+        ratios_N = self.measured.log_ratios_BT[self._seen].double()
+        loss_weights_U, corrections = self.experience.loss_weights_U.double(), {}
         for name, values_U in self.measured.metrics.items():
-            if name.startswith("policy/") and ("clip" in name or "importance" in name):
-                values = values_U[units]
-                there = ~values.isnan()
-                total = loss_weights_U[there].sum().item()
-                if total > 0:
-                    found[name] = (values[there] * loss_weights_U[there]).sum().item() / total
-        return found
+            weights_U = loss_weights_U * ~values_U.isnan()
+            if name.startswith("policy/") and ("clip" in name or "importance" in name) and weights_U.sum() > 0:
+                corrections[name] = ((values_U.nan_to_num() * weights_U).sum() / weights_U.sum()).item()
+        return {
+            "batches": self.update.batch - 1 - self.scored.batch.version,
+            "mean_abs_log_ratio": ratios_N.abs().mean().item() if len(ratios_N) else None,
+            "objective": corrections,
+        }
 
 
 def number(x: float) -> float | None:

@@ -4,24 +4,89 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from async_rlhf.commands.train import make_trainer
+from async_rlhf.config import ConfigError
+from async_rlhf.config.parsing import parse
+from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.distributed.parallel import trainable
 from async_rlhf.models.context_length import with_prompt_cap
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.config import RunConfig
+from async_rlhf.run.episodes import EPISODES
+from async_rlhf.run.folder import METRICS
+from async_rlhf.run.record import RUN_FILE, first_time, unnamed_in
 from async_rlhf.run.trainer import train
 from async_rlhf.studies.explain.explanation import number
 from async_rlhf.studies.explain.omission import Omission, Omissions
-from async_rlhf.studies.explain.rerun import Line, RepetitionDiffersError, of_training, read_metrics, without_uploads
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, difference, inner, norm
+from async_rlhf.studies.report.reading import json_lines
+from async_rlhf.system.errors import DiffersError
 from async_rlhf.types import Batch, ScoredBatch
+
+Line: TypeAlias = dict[str, float]
+"""Of metrics.jsonl, without times."""
+
+
+class RepetitionDiffersError(DiffersError):
+    """The metrics of what was repeated differ from those of the run."""
+
+
+def read_run(run: str) -> RunConfig:
+    """The configuration of a run, by its output folder. It must say all that is needed to repeat the run.
+
+    Raises:
+        ConfigError: there is no run, or it cannot be repeated from its record.
+    """
+    folder = Path(run)
+    if not (folder / RUN_FILE).is_file() or not (folder / METRICS).is_file():
+        raise ConfigError(f"run: got {run!r}; must be the output folder of a run, with {RUN_FILE} in it")
+    read_yaml(str(folder / RUN_FILE), "run")  # refused here if it is none, or no text
+    objects = unnamed_in(folder / RUN_FILE)
+    if objects:
+        why = f"was started from Python with objects that {RUN_FILE} cannot name ({'; '.join(objects)})"
+        raise ConfigError(f"run: {run!r} {why}, and cannot be explained")
+    original, _ = parse(RunConfig, "train", ["--config", str(folder / RUN_FILE)])
+    how = original.train.generation
+    for key, unknown in (("seed_per_request", not how.seed_per_request), ("in_flight", how.in_flight)):
+        if unknown:
+            why = f"sampled with train.generation.{key} {str(key == 'in_flight').lower()}"
+            raise ConfigError(f"run: {run!r} {why}, so that nothing says what was drawn, and cannot be explained")
+    chat = replace(original.train.chat, now=original.train.chat.now or first_time(folder))
+    return replace(original, train=replace(original.train, chat=chat))
+
+
+def read_metrics(folder: Path) -> dict[int, Line]:
+    """The metrics of each batch that a run has trained on, without times. A line that was written only in part is left
+    out.
+    """
+    rows = (row for row in json_lines(folder / METRICS, []) if "completions" in row)
+    return {
+        int(row["batch"]): {key: x for key, x in row.items() if not key.startswith("time/") and key != "eps"}
+        for row in rows
+    }
+
+
+def require_equal(ours: Mapping[int, Line], logged: Mapping[int, Line], batch: int) -> None:
+    """Require that what was repeated equals what the run had logged.
+
+    Raises:
+        RepetitionDiffersError: names the first difference, and how to leave out batches after the one of interest.
+    """
+    for each in sorted(ours.keys() & logged.keys()):
+        found, expected = ours[each], logged[each]
+        keys = [key for key in expected if found.get(key) != expected[key]]
+        if keys:
+            raise RepetitionDiffersError(
+                f"batch {each}: {keys[0]} is {found.get(keys[0])!r}, was {expected[keys[0]]!r} ({len(keys)} metrics "
+                f"differ){f'; --after 0 repeats no batch after {batch}' if each > batch else ''}"
+            )
 
 
 @dataclass(frozen=True)
@@ -41,15 +106,16 @@ class Part:
     """The batches that are left out in turn, up to ``batch``; empty for none."""
 
     def config(self, scratch: Path) -> RunConfig:
-        """The run's configuration, to be repeated in a folder."""
-        train = without_uploads(
-            self.original.train,
-            self.run,
-            scratch / "run",
-            resume_from=None if self.checkpoint is None else str(self.checkpoint),
-            logging_steps=1,
-            trace=False,
-        )
+        """The run's configuration, to be repeated in a folder: it saves no checkpoints, and sends nothing anywhere. Its
+        environments say what they said.
+        """
+        train, replies = self.original.train, self.run / EPISODES
+        changes: dict[str, Any] = {one.name: one.default for one in fields(train) if one.name.startswith("hub_")}
+        changes |= {"push_to_hub": False, "report_to": [], "save_steps": 0, "logging_steps": 1, "trace": False}
+        changes |= {"resume": False, "resume_from": None if self.checkpoint is None else str(self.checkpoint)}
+        if replies.is_file():
+            changes["generation"] = replace(train.generation, replies_from=str(replies))
+        train = replace(train, output_dir=str(scratch / "run"), **changes)
         return replace(self.original, train=with_prompt_cap(train, self.original.model))
 
 
@@ -148,8 +214,7 @@ class Repetition(TrainerCallback):
         self._omissions.followed = []
         if not self.after:
             raise RepetitionDiffersError(f"the run has ended before batch {part.batch}: a callback has stopped it")
-        metrics = of_training(read_metrics(Path(config.train.output_dir)))
-        self.course = Course(witness.seen, self._kept, metrics)
+        self.course = Course(witness.seen, self._kept, read_metrics(Path(config.train.output_dir)))
         self.end = clones(self._policy)
         self.end_without = self._own.weights(self._policy)
 

@@ -25,6 +25,8 @@ from async_rlhf.studies.plan.measured import MeasuredRun, read_run
 from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
 from async_rlhf.studies.plan.search import GAIN, Choice, Proposal, in_flight, propose, search, try_split
 from async_rlhf.studies.plan.times import Scaled, Split, Times, given
+from async_rlhf.studies.templates import count
+from async_rlhf.studies.templates import filled as filled_page
 from async_rlhf.system import trace
 from async_rlhf.system.files import write_file
 
@@ -66,8 +68,7 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise ConfigError(f"devices: got {source.devices}; no split is possible: {'; '.join(reasons[:3])}{more}")
     choices, proposal = _queued(choices, proposal, source.times, config)
-    found = [table(choices, proposal, config), advice(proposal, source, config), *_check(source, config)]
-    print("\n\n".join([source.text, *found]))
+    print(page(choices, proposal, source, config))
     results = report(choices, proposal, source)
     if config.output_dir is not None:
         folder = Path(config.output_dir)
@@ -177,13 +178,9 @@ def _devices(split: Split) -> int:
 def _split(split: Split) -> str:
     """A split in words."""
     if split.in_turn:
-        return f"{_count(split.learners, 'device')} in turn"
+        return f"{count(split.learners, 'device')} in turn"
     each = f" of {split.tensor_parallel} devices" if split.tensor_parallel > 1 else ""
-    return f"{_count(split.generators, 'generator')}{each} and {_count(split.learners, 'learner')}"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" + ("" if number == 1 else "s")
+    return f"{count(split.generators, 'generator')}{each} and {count(split.learners, 'learner')}"
 
 
 def short(number: float) -> str:
@@ -218,58 +215,20 @@ def table(choices: Sequence[Choice], proposal: Proposal, config: PlanConfig) -> 
     return "\n".join([rendered(grid, 200), *(f"Impossible: {line}" for line in refused[:3]), *more])
 
 
-def advice(proposal: Proposal, source: Source, config: PlanConfig) -> str:
-    """What to set, what limits the speed, and what is gained: one sentence each."""
-    split, outcome = proposal.choice.split, proposal.outcome
-    rate = f", {short(source.prompts / outcome.step_seconds)} prompts/s" if source.prompts else ""
-    where = (
-        f"generation.placement: inline, parallel.ranks: {split.learners}"
-        if split.in_turn
-        else f"generation.workers: {split.generators} (or so many servers), parallel.ranks: {split.learners}"
-    )
-    each = f", generation.vllm.tensor_parallel_size: {split.tensor_parallel}" if split.tensor_parallel > 1 else ""
-    lines = [f"Set staleness: {proposal.staleness}, {where}{each}: {outcome.step_seconds:.3g} s a batch{rate}."]
-    if proposal.in_flight > 1:
-        lines += [
-            "The longest answers decide how long a batch is sampled: also set "
-            f"generation.in_flight: true, which is {proposal.in_flight:.2f} times as fast."
-        ]
-    lines += _memory(source.times, split)
-    if proposal.staleness == 0:
-        lines.append(f"Staleness would gain no more than {config.tolerance:.0%}.")
-        return "\n".join(lines)
-    idle = f"generators idle {outcome.generator_idle:.0%}, learners {outcome.learner_idle:.0%} of the time"
-    limit = "Training" if outcome.learner_idle < outcome.generator_idle else "Sampling"
-    lines.append(f"{limit} limits: {idle}.")
-    _, rival = proposal.synchronous
-    better = " (in_turn: true would propose that)" if proposal.speed_up < 1 else ""
-    lines.append(f"{proposal.speed_up:.2f} times as fast as the fastest synchronous choice, {_split(rival)}{better}.")
-    if proposal.staleness < config.max_staleness:
-        gain = outcome.step_seconds / proposal.choice.fastest - 1
-        lines.append(f"More staleness would gain {max(0.0, gain):.1%}.")
-    return "\n".join(lines)
-
-
-def _memory(times: Times, split: Split) -> list[str]:
-    """What a learner holds at its peak, if that is computed."""
-    if not isinstance(times, Roofline) or times.model.activations_gb is not None:
-        return []
-    recompute = times.recompute(split.learners)
-    needs = times.phases(split.learners, recompute)
-    phases = ", ".join(f"{name} {size / 1e9:.0f}" for name, size in needs.items())
-    with_it = f", with gradient_checkpointing: {str(recompute).lower()}" if recompute else ""
-    return [f"Each learner needs {max(needs.values()) / 1e9:.0f} GB at its peak{with_it} ({phases})."]
-
-
-def _check(source: Source, config: PlanConfig) -> list[str]:
-    """The simulation of the measured run itself, to show the simulation's error."""
-    run = source.run
-    if run is None:
-        return []
-    simulated = try_split(source.times, run.split, replace(config, max_staleness=run.staleness))
-    seconds = simulated.outcomes[run.staleness].step_seconds
-    off = seconds / run.step_seconds - 1
-    return [f"Check: the run itself took {run.step_seconds:.3g} s a batch; simulated, {seconds:.3g} ({off:+.1%})."]
+def page(choices: Sequence[Choice], proposal: Proposal, source: Source, config: PlanConfig) -> str:
+    """What to set, what limits the speed, and what is gained; of a measured run also how well it is simulated."""
+    split, times, run, simulated = proposal.choice.split, source.times, source.run, 0.0
+    needs: dict[str, float] = {}
+    recompute: bool | str = False
+    if isinstance(times, Roofline) and times.model.activations_gb is None:
+        recompute = times.recompute(split.learners)
+        needs = times.phases(split.learners, recompute)
+    if run is not None:
+        again = try_split(times, run.split, replace(config, max_staleness=run.staleness))
+        simulated = again.outcomes[run.staleness].step_seconds
+    values = {"table": table(choices, proposal, config), "proposal": proposal, "source": source, "config": config}
+    values |= {"needs": needs, "recompute": str(recompute) if recompute else "", "simulated": simulated}
+    return filled_page("plan", values, short=short, words=_split, gigabytes=lambda size: f"{size / 1e9:.0f}")
 
 
 def report(choices: Sequence[Choice], proposal: Proposal, source: Source) -> dict[str, Any]:

@@ -84,64 +84,14 @@ Task = tuple[str, int]
 """What a request belongs to: "generate" and a batch, or "evaluate" and a version."""
 
 
-class _Generators:
-    """The generators and what each samples. Time passes equally for all busy ones."""
-
-    def __init__(self, speeds: Sequence[float]) -> None:
-        self.speeds = speeds
-        self.missing: dict[Task, int] = {}
-        """Requests that are still to come."""
-        self.ended: dict[Task, float] = {}
-        """When the last request came."""
-        self.spans: list[Span] = []
-        self._queue: deque[tuple[Task, float, float]] = deque()
-        """Requests, their seconds, and when their weights arrive."""
-        self._free = list(range(len(speeds)))
-        self._busy: list[tuple[float, int, Task, float]] = []
-        """Clock at the end of a request, generator, the request, and when it began."""
-        self._clock = 0.0
-
-    def submit(self, task: Task, requests: Sequence[float], arrival: float, now: float) -> None:
-        """Put requests into the queue, whose weights arrive at a time."""
-        self.missing[task] = len(requests)
-        self._queue.extend((task, seconds, arrival) for seconds in requests)
-        self._hand_out(now)
-
-    def _hand_out(self, now: float) -> None:
-        while self._queue and self._free:
-            generator = heapq.heappop(self._free)
-            task, seconds, arrival = self._queue.popleft()
-            waits = max(0.0, arrival - now)
-            end = self._clock + waits + seconds / self.speeds[generator]
-            heapq.heappush(self._busy, (end, generator, task, now + waits))
-
-    def left(self) -> float:
-        """Seconds of work until the next request is done; infinite if no generator is busy."""
-        return max(0.0, self._busy[0][0] - self._clock) if self._busy else math.inf
-
-    def work(self, seconds: float) -> None:
-        """Let all busy generators work this long."""
-        self._clock += seconds
-
-    def finish(self, now: float) -> None:
-        """Complete the next request; its generator takes another."""
-        self._clock, generator, task, started = heapq.heappop(self._busy)
-        self.missing[task] -= 1
-        if not self.missing[task]:
-            self.ended[task] = now
-        self.spans.append(Span(generator, *task, started, now))
-        heapq.heappush(self._free, generator)
-        self._hand_out(now)
-
-
 class _Simulation:
-    """The loop of run/loop.py, with the time that passes in it."""
+    """The loop of run/loop.py, with the time that passes in it. It passes equally for all busy generators."""
 
     def __init__(self, work: Work, staleness: int, slowdown: float) -> None:
         self.work, self.staleness, self.slowdown = work, staleness, slowdown
         self.batches = len(work.learn)
-        self.generators = _Generators(work.speeds or (1.0,) * len(work.generate[0]))
-        self.spans = self.generators.spans
+        self.speeds = work.speeds or (1.0,) * len(work.generate[0])
+        self.spans: list[Span] = []
         self.now = 0.0
         self.judged = 0.0
         """When the reward functions were done with the last batch."""
@@ -149,6 +99,17 @@ class _Simulation:
         """When the generators had the last version."""
         self.asked: int | None = None
         """The version that is evaluated."""
+        self.missing: dict[Task, int] = {}
+        """Requests that are still to come."""
+        self.ended: dict[Task, float] = {}
+        """When the last request came."""
+        self._queue: deque[tuple[Task, float, float]] = deque()
+        """Requests, their seconds, and when their weights arrive."""
+        self._free = list(range(len(self.speeds)))
+        self._busy: list[tuple[float, int, Task, float]] = []
+        """Clock at the end of a request, generator, the request, and when it began."""
+        self._clock = 0.0
+        """Seconds in which generators could work."""
 
     def run(self) -> None:
         """All batches."""
@@ -164,12 +125,12 @@ class _Simulation:
 
     def do(self, name: str, batch: int, seconds: float) -> None:
         """Work of the learner, beside what generators do."""
-        started, left, generators = self.now, seconds, self.generators
-        while (until := generators.left()) < left:
-            self._next_unit(self.slowdown)
+        started, left = self.now, seconds
+        while (until := self._until_next()) < left:
+            self._finish_next(self.slowdown)
             left -= until
         self.now += left * (self.slowdown if until < math.inf else 1.0)
-        generators.work(left)
+        self._clock += left
         self.spans.append(Span(LEARNER, name, batch, started, self.now))
 
     def publish(self, version: int) -> None:
@@ -182,13 +143,13 @@ class _Simulation:
             self.spans.append(Span(PUBLISHER, "hand out", version, self.now, self.arrived))
         first = 1 if version == 0 else version + 1 + self.staleness
         for batch in range(first, min(version + 1 + self.staleness, self.batches) + 1):
-            self.generators.submit(("generate", batch), self.work.generate[batch - 1], self.arrived, self.now)
+            self.submit(("generate", batch), self.work.generate[batch - 1])
 
     def wait(self, batch: int) -> None:
         """Until a batch is sampled and judged."""
         self.until_all_of(("generate", batch))
         rewards = self.work.rewards[batch - 1] if self.work.rewards else 0.0
-        self.judged = max(self.judged, self.generators.ended["generate", batch]) + rewards
+        self.judged = max(self.judged, self.ended["generate", batch]) + rewards
         self.idle_until(self.judged)
 
     def evaluate(self, batch: int) -> None:
@@ -201,25 +162,51 @@ class _Simulation:
             self.until_all_of(("evaluate", self.asked))
             self.asked = None
         if wanted:
-            self.generators.submit(("evaluate", batch), self.work.evaluate, self.arrived, self.now)
+            self.submit(("evaluate", batch), self.work.evaluate)
             self.asked = batch
+
+    def submit(self, task: Task, requests: Sequence[float]) -> None:
+        """Put requests into the queue; they begin when the last version has arrived."""
+        self.missing[task] = len(requests)
+        self._queue.extend((task, seconds, self.arrived) for seconds in requests)
+        self._begin()
 
     def until_all_of(self, task: Task) -> None:
         """Let time pass until every request is there."""
-        while self.generators.missing[task]:
-            self._next_unit()
+        while self.missing[task]:
+            self._finish_next()
 
     def idle_until(self, moment: float) -> None:
         """Let time pass for the generators alone."""
-        while self.generators.left() < moment - self.now:
-            self._next_unit()
+        while self._until_next() < moment - self.now:
+            self._finish_next()
         if moment > self.now:
-            self.generators.work(moment - self.now)
+            self._clock += moment - self.now
             self.now = moment
 
-    def _next_unit(self, slowdown: float = 1.0) -> None:
-        self.now += self.generators.left() * slowdown
-        self.generators.finish(self.now)
+    def _begin(self) -> None:
+        """Give free generators the first requests."""
+        while self._queue and self._free:
+            generator = heapq.heappop(self._free)
+            task, seconds, arrival = self._queue.popleft()
+            waits = max(0.0, arrival - self.now)
+            end = self._clock + waits + seconds / self.speeds[generator]
+            heapq.heappush(self._busy, (end, generator, task, self.now + waits))
+
+    def _until_next(self) -> float:
+        """Seconds of work until the next request is done; infinite if no generator is busy."""
+        return max(0.0, self._busy[0][0] - self._clock) if self._busy else math.inf
+
+    def _finish_next(self, slowdown: float = 1.0) -> None:
+        """Complete the next request; its generator takes another."""
+        self.now += self._until_next() * slowdown
+        self._clock, generator, task, started = heapq.heappop(self._busy)
+        self.missing[task] -= 1
+        if not self.missing[task]:
+            self.ended[task] = self.now
+        self.spans.append(Span(generator, *task, started, self.now))
+        heapq.heappush(self._free, generator)
+        self._begin()
 
 
 def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
@@ -232,7 +219,7 @@ def simulate(work: Work, staleness: int, slowdown: float = 1.0) -> Outcome:
     """
     simulation = _Simulation(work, staleness, slowdown)
     simulation.run()
-    return _outcome(simulation.spans, len(simulation.generators.speeds), len(work.learn), staleness)
+    return _outcome(simulation.spans, len(simulation.speeds), len(work.learn), staleness)
 
 
 def _outcome(spans: list[Span], generators: int, batches: int, staleness: int) -> Outcome:

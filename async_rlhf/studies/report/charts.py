@@ -54,11 +54,8 @@ WORK = {
     "publishing": "#D55E00",
     "training": "#CC79A7",
     "saving": "#808080",
-    "waiting": "#C8C8C8",
 }
 """Colours of kinds of work on a timeline, which has no runs. Where there is no bar, nothing is done."""
-MARKED = 8
-"""About how many points of a curve carry its shape."""
 
 
 def can_draw() -> bool:
@@ -75,7 +72,6 @@ class Series(NamedTuple):
         staleness: S; None for what is not a run.
         reference: it was not trained here, such as the model that a run started from: grey.
         says: for the legend; None for name, algorithm and S.
-        group: series of equal groups share a colour; None for a colour of its own.
     """
 
     name: str
@@ -83,7 +79,6 @@ class Series(NamedTuple):
     staleness: int | None = None
     reference: bool = False
     says: str | None = None
-    group: str | None = None
 
     @property
     def text(self) -> str:
@@ -114,14 +109,13 @@ class Key:
     def __init__(self, series: Iterable[Series]) -> None:
         self.series = {one.name: one for one in series}
         trained = [one for one in self.series.values() if not one.reference]
-        coloured = list(dict.fromkeys(one.group or one.name for one in trained))
         algorithms = list(dict.fromkeys(one.algorithm for one in trained))
         lags = sorted({one.staleness or 0 for one in trained})
         self.looks = {name: Look(GREY, UNTRAINED, DASHES[0], 1.0) for name in self.series}
-        for one in trained:
+        for number, one in enumerate(trained):
             lag = lags.index(one.staleness or 0)
             self.looks[one.name] = Look(
-                COLOURS[coloured.index(one.group or one.name) % len(COLOURS)],
+                COLOURS[number % len(COLOURS)],
                 SHAPES[algorithms.index(one.algorithm) % len(SHAPES)],
                 DASHES[lag % len(DASHES)],
                 lag / (len(lags) - 1) if len(lags) > 1 else 1.0,
@@ -151,14 +145,14 @@ _SMALL = "datum.value !== 0 && abs(datum.value) < 1e-4 ? format(datum.value, '.2
 
 
 class Axis(NamedTuple):
-    """An axis of numbers.
+    """An axis.
 
     Args:
         field: of the rows.
         title: with the unit.
         zero: whether 0 is on it.
-        ticks: where they stand, in order, on a logarithmic scale, which is linear around 0 where 0 or less is among
-            them; empty for a linear scale.
+        values: all that there are, in order, at equal distances, with the series beside each other at each; empty for
+            a scale of numbers.
         format: d3's, such as "%" for shares.
         domain: its ends; None for what the data need.
     """
@@ -168,35 +162,28 @@ class Axis(NamedTuple):
     zero: bool = False
     format: str | None = None
     domain: tuple[float, float] | None = None
-    ticks: tuple[float, ...] = ()
+    values: tuple[str, ...] = ()
 
     def encoding(self) -> Spec:
         """As Vega-Lite writes it."""
         axis: Spec = {"labelExpr": _SMALL} if self.format is None else {"format": self.format}
         scale: Spec = {"zero": self.zero, "nice": self.domain is None}
         scale |= {} if self.domain is None else {"domain": list(self.domain)}
-        if self.ticks:
-            scale, axis["values"] = self._by_ticks(), list(self.ticks)
+        if self.values:
+            known = {"scale": {"domain": list(self.values), "padding": 0.3}, "axis": {"labelAngle": 0}}
+            return {"field": self.field, "type": "ordinal", "title": self.title, **known}
         return {"field": self.field, "type": "quantitative", "title": self.title, "scale": scale, "axis": axis}
-
-    def _by_ticks(self) -> Spec:
-        first, last = self.ticks[0], self.ticks[-1]
-        if first > 0:
-            return {"type": "log", "domain": [first / 1.15, last * 1.15], "nice": False}
-        unit = min((tick for tick in self.ticks if tick > 0), default=1.0)
-        ends = [1.15 * first - 0.15 * unit, 1.15 * max(last, 0.0) + 0.15 * unit]
-        return {"type": "symlog", "constant": unit, "domain": ends, "nice": False}
 
 
 def curves(rows: Sequence[Row], key: Key, x: Axis, y: Axis, path: bool = False) -> Spec:
-    """A line for each series, with its shape at some of its points.
+    """A line for each series, with its shape at the end.
 
     Args:
         rows: with "series", ``x.field`` and ``y.field``; with "low" and "high" there is a band around the line.
         key: looks.
         x: axis.
         y: axis.
-        path: connect the points in the order of the rows, not of x; the last is marked.
+        path: connect the points in the order of the rows, not of x.
     """
     position, tooltip = _position(x, y), _tooltip("run", x, y)
     order: Spec = {"order": {"field": "_order", "type": "quantitative"}} if path else {}
@@ -207,14 +194,14 @@ def curves(rows: Sequence[Row], key: Key, x: Axis, y: Axis, path: bool = False) 
     points = {**position, **key.points(), "tooltip": tooltip}
     layers += [
         _layer("line", {**position, **order, **key.lines()}, strokeWidth=1.8),
-        _layer("point", points, {"filter": "datum._mark"}, size=45, strokeWidth=1.6),
+        _layer("point", points, {"filter": "datum._last"}, size=45, strokeWidth=1.6),
         # What a pointer meets anywhere on the line.
         _layer("point", {**position, "tooltip": tooltip}, size=120, opacity=0),
     ]
-    return _chart("", _marked(rows), layers)
+    return _chart(_in_order(rows), layers)
 
 
-def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", label: str | None = None) -> Spec:
+def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis) -> Spec:
     """A point for each row, with intervals; those of a series are connected in the order of the rows.
 
     Args:
@@ -222,10 +209,10 @@ def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", lab
         key: looks.
         x: axis.
         y: axis.
-        title: above the chart.
-        label: a field whose text stands beside each point.
     """
     position, layers = _position(x, y), []
+    if x.values:
+        position["xOffset"] = {"field": "series", "scale": {"domain": list(key.series)}}
     if len(rows) > len({row["series"] for row in rows}):
         layers.append(_layer("line", {**position, "order": {"field": "_order"}, **key.lines()}, strokeWidth=1.4))
     for name in ("x", "y"):
@@ -234,9 +221,7 @@ def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis, title: str = "", lab
             layers.append(_layer("rule", {**position, **ends, "color": key.scale("color")}, strokeWidth=1.4))
     shapes = {**position, **key.points(), "tooltip": _tooltip("series", x, y)}
     layers.append(_layer("point", shapes, size=80, strokeWidth=1.8))
-    if label is not None:
-        layers.append(_layer("text", {**position, "text": {"field": label}}, align="left", dx=8, dy=-7))
-    return _chart(title, _marked(rows), layers)
+    return _chart(_in_order(rows), layers)
 
 
 def with_interval(field: str, axis: str, found: Mapping[str, float]) -> dict[str, float]:
@@ -262,7 +247,7 @@ def with_threshold(spec: Spec, value: float) -> Spec:
     return {**spec, "layer": [*spec["layer"], {"data": {"values": [{"value": value}]}, **line}]}
 
 
-def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float, title: str = "") -> Spec:
+def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float) -> Spec:
     """Bars of work, a line of bars for each track.
 
     Args:
@@ -270,7 +255,6 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
         tracks: from top to bottom.
         x: axis of time; its field is "start".
         seconds: how much of the time is seen at once.
-        title: above the chart.
     """
     known = [name for name in WORK if any(row["work"] == name for row in rows)]
     colour = {
@@ -293,7 +277,7 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
         _layer("bar", bar, height={"band": 0.72}, clip=True, stroke="white", strokeWidth=0.4),
         _layer("text", number, wide, middle, size=9, color="black", clip=True),
     ]
-    return {**_chart(title, rows, layers), "height": 34 * len(tracks)}
+    return {**_chart(rows, layers), "height": 34 * len(tracks)}
 
 
 def legend(key: Key, columns: int, width: int) -> Spec:
@@ -311,7 +295,7 @@ def legend(key: Key, columns: int, width: int) -> Spec:
         _layer("point", {**at, **key.points()}, xOffset=17, size=70),
         _layer("text", words, align="left", baseline="middle", fontSize=12, xOffset=42),
     ]
-    return {**_chart("", rows, layers), "width": columns * width, "height": 18 * math.ceil(len(rows) / columns)}
+    return {**_chart(rows, layers), "width": columns * width, "height": 18 * math.ceil(len(rows) / columns)}
 
 
 def figure(panels: Sequence[Spec], key: Key | None = None, columns: int = 3) -> Spec:
@@ -373,18 +357,10 @@ def _mean(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, Any]:
     return {**rows[-1], **means}
 
 
-def _marked(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows with their order, and whether the shape of their series stands there."""
-    marked: list[dict[str, Any]] = [{**row, "_order": order, "_mark": False} for order, row in enumerate(rows)]
-    series: dict[str, list[dict[str, Any]]] = {}
-    for row in marked:
-        series.setdefault(row["series"], []).append(row)
-    for number, own in enumerate(series.values()):
-        step = max(1, round(len(own) / MARKED))
-        # Series are marked at different places, so that their shapes do not cover each other.
-        for row in (*own[number * step // len(series) :: step], own[-1]):
-            row["_mark"] = True
-    return marked
+def _in_order(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows with their places, and whether each is the last of its series."""
+    ends = {row["series"]: place for place, row in enumerate(rows)}
+    return [{**row, "_order": place, "_last": ends[row["series"]] == place} for place, row in enumerate(rows)]
 
 
 def _position(x: Axis, y: Axis) -> Spec:
@@ -400,6 +376,5 @@ def _layer(mark: str, encoding: Spec, *transform: Spec, **style: Any) -> Spec:
     return {**steps, "mark": {"type": mark, **style}, "encoding": encoding}
 
 
-def _chart(title: str, rows: Sequence[Row], layers: list[Spec]) -> Spec:
-    heading = {"title": title} if title else {}
-    return {"$schema": SCHEMA, **heading, "width": 300, "height": 220, "data": {"values": list(rows)}, "layer": layers}
+def _chart(rows: Sequence[Row], layers: list[Spec]) -> Spec:
+    return {"$schema": SCHEMA, "width": 300, "height": 220, "data": {"values": list(rows)}, "layer": layers}

@@ -61,11 +61,7 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     points = max(20, int(share * _POINTS / len(runs)))
     path = list(panels.score_against_kl(runs, key))
     stale = list(panels.staleness(runs, key, points))
-    work = [
-        panel
-        for number, run in enumerate(runs)
-        for panel in (*panels.work(run, number, share), *panels.lives(run, number))
-    ]
+    work = [panel for number, run in enumerate(runs) for panel in panels.work(run, number, share)]
     gold = [panels.gold(one, runs, number) for number, one in enumerate(evaluations)]
     groups, notes = samples(runs, evaluations, int(share * _TEXT))
     parts: Any = _TEMPLATES.get_template("page.parts.html").module

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline, with_threshold
 from async_rlhf.studies.report.idleness import idleness
-from async_rlhf.studies.report.plots import CHECKPOINTS, against_kl, evaluated, over_checkpoints
+from async_rlhf.studies.report.plots import EPISODES, against_kl, evaluated, over_checkpoints
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
 from async_rlhf.studies.report.warnings import THRESHOLDS
 
@@ -17,9 +17,6 @@ BATCHES_SHOWN = 8
 """Of a timeline, before it is moved."""
 MAX_SPANS = 4000
 """Of one timeline. The newest are shown."""
-LIVES = 12
-"""Batches whose way from sampling to training is shown."""
-_LIFE = ("generate", "rewards", "score", "reference", "annotate", "train")
 _SPANS = {
     "sampling": ("generate", "load", "mismatch"),
     "evaluation": ("evaluate",),
@@ -30,6 +27,8 @@ _SPANS = {
 }
 WORK_OF = {span: work for work, spans in _SPANS.items() for span in spans}
 """Span -> kind of work. Waiting is where there is no bar."""
+_TRACKS = ("generator", "rewards", "reference", "publisher", "learner")
+"""From top to bottom: as the work flows."""
 
 
 class Panel(NamedTuple):
@@ -50,99 +49,54 @@ class Panel(NamedTuple):
     ends: str = ""
 
 
-class Curve(NamedTuple):
-    """A measure of staleness over training.
-
-    Args:
-        field: its name in metrics.jsonl.
-        title: heading.
-        says: what it is.
-        zero: whether 0 is on its axis.
-        format: of its axis.
-        band: the metrics that bound a band around it.
-        warns: where a warning begins.
-    """
-
-    field: str
-    title: str
-    says: str
-    zero: bool = False
-    format: str | None = None
-    band: tuple[str, str] | None = None
-    warns: float | None = None
-
-
-STALENESS = [
-    Curve("schedule/lag_mean", "Lag", "Batches between the weights that sampled a token and the newest.", zero=True),
-    Curve(
-        "val/ess_token",
-        "Effective sample size by token",
-        "Share of the tokens that the batch is worth, as the importance weights say. 1 is on-policy.",
-        format="%",
-        warns=THRESHOLDS.ess_token,
-    ),
-    Curve(
-        "val/ess_sequence",
-        "Effective sample size by completion",
-        "The same with completions.",
-        format="%",
-        warns=THRESHOLDS.ess_sequence,
-    ),
-    Curve(
-        "val/ratio_p50",
-        "Ratio of trained and sampling policy",
-        "Over tokens: the median, and a band from the 1st to the 99th percentile.",
-        band=("val/ratio_p01", "val/ratio_p99"),
-    ),
-]
-
-
-def x_axis(runs: Sequence[ReadRun]) -> Axis:
-    """Batches, or episodes if a batch is not the same in all runs."""
-    newest = [run.rows[-1] for run in runs if run.rows]
-    sizes = {round(row["episode"] / row["batch"], 3) for row in newest if row.get("episode")}
-    if len(sizes) > 1:
-        return Axis("episode", "episodes (prompts)", zero=True)
-    return Axis("batch", "batches", zero=True)
+_SHARE = Axis("value", "", format="%", domain=(0.0, 1.0))
+_ESS = "Share of the tokens that the batch is worth, as the importance weights say. 1 is on-policy."
+_RATIO = "Over tokens: the median, and a band from the 1st to the 99th percentile."
+_LAG = "Batches between the weights that sampled a token and the newest."
+STALENESS = {
+    "schedule/lag_mean": ("Lag", _LAG, Axis("value", "", zero=True)),
+    "val/ess_token": ("Effective sample size by token", _ESS, _SHARE),
+    "val/ess_sequence": ("Effective sample size by completion", "The same with completions.", _SHARE),
+    "val/ratio_p50": ("Ratio of trained and sampling policy", _RATIO, Axis("value", "")),
+}
+"""Measures of staleness: heading, what it is, and axis."""
+_BANDS = {"val/ratio_p50": ("val/ratio_p01", "val/ratio_p99")}
+_WARNS = {"val/ess_token": THRESHOLDS.ess_token, "val/ess_sequence": THRESHOLDS.ess_sequence}
 
 
 def staleness(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]:
-    """The curves of staleness that any run has, each with at most ``points`` points a run."""
-    x = x_axis(runs)
-    for curve in STALENESS:
-        found = {run.name: rows for run in runs if (rows := _points(curve, run, x, points))}
+    """The curves of staleness that any run has, each with at most ``points`` points a run; over batches, or over
+    episodes if a batch is not the same in all runs.
+    """
+    newest = [run.rows[-1] for run in runs if run.rows]
+    sizes = {round(row["episode"] / row["batch"], 3) for row in newest if row.get("episode")}
+    x = EPISODES if len(sizes) > 1 else Axis("batch", "batches", zero=True)
+    for metric, (title, says, y) in STALENESS.items():
+        fields = {x.field: x.field, "value": metric}
+        fields |= dict(zip(("low", "high"), _BANDS.get(metric, ()), strict=False))
+        found = {run.name: rows for run in runs if (rows := thinned(_rows(run, fields), points, ("value",)))}
         if found:
-            name = "".join(letter if letter.isalnum() else "-" for letter in curve.field)
-            whole = (0.0, 1.0) if curve.format == "%" and not curve.zero else None
-            y = Axis("value", "", zero=curve.zero, format=curve.format, domain=whole)
-            spec = curves([row for rows in found.values() for row in rows], key, x, y)
-            spec = spec if curve.warns is None else with_threshold(spec, curve.warns)
-            form = ".1%" if curve.format == "%" else ".4g"
+            spec = curves([_short(row) for rows in found.values() for row in rows], key, x, y)
+            spec = with_threshold(spec, _WARNS[metric]) if metric in _WARNS else spec
+            form = ".1%" if y.format == "%" else ".4g"
             ends = ", ".join(f"{run} {rows[-1]['value']:{form}}" for run, rows in found.items())
-            many = any("low" in row for rows in found.values() for row in rows) and curve.band is None
-            says = curve.says + " A point is the mean of neighbouring batches, within a band of all of them." * many
-            yield Panel(name, curve.title, spec, says, f"At the end: {ends}.")
+            if metric not in _BANDS and any("low" in row for rows in found.values() for row in rows):
+                says += " A point is the mean of neighbouring batches, within a band of all of them."
+            name = "".join(letter if letter.isalnum() else "-" for letter in metric)
+            yield Panel(name, title, spec, says, f"At the end: {ends}.")
 
 
-def _points(curve: Curve, run: ReadRun, x: Axis, points: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for row in run.rows:
-        if isinstance(row.get(curve.field), (int, float)) and x.field in row:
-            rows.append({"series": run.name, x.field: row[x.field], "value": row[curve.field]})
-            if curve.band is not None and {*curve.band} <= row.keys():
-                rows[-1] |= {"low": row[curve.band[0]], "high": row[curve.band[1]]}
-    return [_short(row) for row in thinned(rows, points, ("value",))]
+def _rows(run: ReadRun, fields: dict[str, str]) -> list[dict[str, Any]]:
+    """Of each batch that has all of these metrics: field of the chart -> metric."""
+    having = (row for row in run.rows if all(isinstance(row.get(metric), (int, float)) for metric in fields.values()))
+    return [{"series": run.name, **{field: row[metric] for field, metric in fields.items()}} for row in having]
 
 
 def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Iterator[Panel]:
     """The path of each run through score and KL, if any has one."""
     rows: list[dict[str, Any]] = []
     for run in runs:
-        found = [
-            {"series": run.name, "kl": row["objective/kl"], "score": row["objective/scores"]}
-            for row in run.rows
-            if {"objective/kl", "objective/scores"} <= row.keys()
-        ]
+        found = _rows(run, {"kl": "objective/kl", "score": "objective/scores"})
         # The first as it is: it was sampled by the weights that training began with.
         rows += map(_short, [*found[:1], *thinned(found[1:], PATH_POINTS, ("kl", "score"))])
     if rows:
@@ -161,11 +115,8 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
     if len(set(mine.values())) == len(mine):  # a model for each run: under the name of the run
         models = {mine.get(name, name): one for name, one in results["models"].items()}
         results = {**results, "models": models, "reference": mine.get(results["reference"], results["reference"])}
-    series = {run.name: run.series for run in runs}
-    for one in sorted(evaluated(results, list(series.values())), key=lambda one: one.name == CHECKPOINTS):
-        whose = next((run for run in runs if run.name in mine.values()), None) if one.name == CHECKPOINTS else None
-        series[one.name] = one if whose is None else whose.series._replace(name=CHECKPOINTS)
-    key = Key(series.values())
+    series = [run.series for run in runs]
+    key = Key([*series, *evaluated(results, series)])
     says, more = "Bars are 95% intervals over prompts.", over_checkpoints(results, key)
     shown = [Panel(f"gold-{number}", "Gold reward against KL", against_kl(results, key), says)]
     shown += [] if more is None else [Panel(f"gold-batches-{number}", "Over the checkpoints", more, says)]
@@ -175,10 +126,15 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
 def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     """The timeline of the newest start of a run, that can be moved; with a ``share`` of the spans that it may have."""
     name, spans = list(run.traces.items())[-1] if run.traces else ("", [])
-    drawn = _drawn(spans)
+    known = (span for span in spans if span.name in WORK_OF)
+    drawn = sorted((s for s in known if s.name != "publish" or s.end - s.start > 1e-3), key=lambda span: span.start)
     if not drawn:
         return
-    rows = [_bar(span, span.track, drawn[0].start) for span in drawn]
+    rows: list[dict[str, Any]] = [
+        {"track": span.track, "work": WORK_OF[span.name], "what": span.name, "text": str(span.batch or "")}
+        | {"start": round(span.start - drawn[0].start, 4), "end": round(span.end - drawn[0].start, 4)}
+        for span in drawn
+    ]
     shown, end = rows[-max(1, int(share * MAX_SPANS)) :], max(row["end"] for row in rows)
     begin = min(row["start"] for row in shown)
     tracks = sorted({row["track"] for row in shown}, key=_track_place)
@@ -201,47 +157,6 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     yield Panel(f"work-{number}", run.name, spec, says + " A bar's number is its batch.")
 
 
-def lives(run: ReadRun, number: int) -> Iterator[Panel]:
-    """Of the newest batches of a run: when each was sampled, how long it waited, when it was trained on."""
-    spans = list(run.traces.values())[-1] if run.traces else []
-    lags = {round(row["batch"]): row["schedule/lag_mean"] for row in run.rows if "schedule/lag_mean" in row}
-    own = [span for span in spans if span.name in _LIFE and span.batch in lags]
-    sampled, used = ({s.batch: s for s in own if s.name == name} for name in ("generate", "train"))
-    shown = sorted(sampled.keys() & used.keys())[-LIVES:]
-    if not shown:
-        return
-    tracks = {batch: f"batch {batch}, lag {lags[batch]:.3g}" for batch in shown}
-    rows, first = [], _drawn(spans)[0].start
-    for batch in shown:
-        parts = [span for span in own if span.batch == batch]
-        begin = min(span.start for span in parts if span.name in ("annotate", "train"))
-        waits = Span("", "wait", max(span.end for span in parts if span.name == "generate"), begin, batch)
-        parts = [waits, *parts] if waits.end > waits.start else parts
-        rows += [_bar(span, tracks[batch], first) | {"text": ""} for span in parts]
-    ends = min(row["start"] for row in rows), max(row["end"] for row in rows)
-    spec = timeline(
-        rows, list(tracks.values()), Axis("start", "seconds since the start", domain=ends), ends[1] - ends[0]
-    )
-    says = (
-        f"The newest batches, {LIVES} at most: sampled, waiting for their turn, trained on. The lag is by how many "
-        "batches the weights that sampled a batch are older than those that it updates."
-    )
-    yield Panel(f"lives-{number}", f"{run.name}: from sampling to training", spec, says)
-
-
-def _drawn(spans: Sequence[Span]) -> list[Span]:
-    """What a timeline shows, by its beginning."""
-    shown = (
-        span for span in spans if span.name in WORK_OF and (span.name != "publish" or span.end - span.start > 1e-3)
-    )
-    return sorted(shown, key=lambda span: span.start)
-
-
-def _bar(span: Span, track: str, first: float) -> dict[str, Any]:
-    row = {"track": track, "work": WORK_OF.get(span.name, "waiting"), "what": span.name, "text": str(span.batch or "")}
-    return row | {"start": round(span.start - first, 4), "end": round(span.end - first, 4)}
-
-
 def _seconds_of(spans: Sequence[Span], batches: int) -> float:
     """How long so many batches take, about."""
     ends = sorted(span.end for span in spans if span.name == "train")
@@ -251,11 +166,9 @@ def _seconds_of(spans: Sequence[Span], batches: int) -> float:
 
 
 def _track_place(track: str) -> tuple[int, str]:
-    """Generators, rewards, reference, publisher, learner: as the work flows."""
-    order = ("generator", "rewards", "reference", "publisher", "learner")
-    return next((i for i, name in enumerate(order) if track.startswith(name)), 0), track
+    return next((i for i, name in enumerate(_TRACKS) if track.startswith(name)), 0), track
 
 
-def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+def _short(row: dict[str, Any]) -> dict[str, Any]:
     """Six digits are more than a screen shows."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.config import ConfigError
+from async_rlhf.run.summary import read_rows
 from async_rlhf.studies.report.charts import (
     INSTALL,
     Axis,
@@ -35,26 +35,7 @@ CHECKPOINTS = "checkpoints"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. A last line that is still being written is left out.
-
-    Raises:
-        ConfigError: there is no such file, or a line before the last is not JSON.
-    """
-    if not path.is_file():
-        raise ConfigError(f"metrics_files: got {str(path)!r}; there is no such file")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ConfigError(f"metrics_files: line {number} of {str(path)!r} is not JSON: {error}") from error
-    return rows
-
-
-def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: Path | None = None) -> None:
+def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: Path) -> None:
     """Write a PNG: score and KL over episodes, one line per run, and gold reward against KL.
 
     The reference is the model that training began with: before the first batch KL is 0.
@@ -62,22 +43,20 @@ def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: P
     Args:
         metrics_files: run -> its metrics.jsonl, with `episode`, `objective/scores` and `objective/kl`.
         out: the image.
-        evaluation: an evaluation.json; with it there is a third panel, a point with error bars for each model.
+        evaluation: an evaluation.json.
 
     Raises:
-        ConfigError: a file is missing or malformed.
         ImportError: vl-convert is not installed.
     """
     begin = {EPISODES.field: 0, KL.field: 0.0}
-    rows = [(series.name, row) for series, path in metrics_files.items() for row in (begin, *read_metrics(path))]
-    results = None if evaluation is None else json.loads(evaluation.read_text(encoding="utf-8"))["results"]
-    key = Key([*metrics_files, *(evaluated(results, metrics_files) if results is not None else ())])
-    panels = []
+    rows = [(series.name, row) for series, path in metrics_files.items() for row in (begin, *read_rows(path))]
+    results = json.loads(evaluation.read_text(encoding="utf-8"))["results"]
+    key = Key([*metrics_files, *evaluated(results, metrics_files)])
+    panels = [against_kl(results, key)]
     for y in (SCORE, KL):
         fields = (EPISODES.field, y.field)
         shown = [{"series": name, **{f: row[f] for f in fields}} for name, row in rows if {*fields} <= row.keys()]
-        panels.append(curves(shown, key, EPISODES, y))
-    panels += [against_kl(results, key)] if results is not None else []
+        panels.insert(-1, curves(shown, key, EPISODES, y))
     render_png(figure(panels, key), out, scale=1.6)
 
 

@@ -7,23 +7,20 @@ left out, and :attr:`ReadRun.problems` says so.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
-from safetensors import SafetensorError, safe_open
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.callbacks import TRAINER_STATE
-from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints, refuse_second
+from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, refuse_second
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, without_text_arguments
 from async_rlhf.studies.report.charts import Series
 from async_rlhf.system.lock import InUseError
@@ -44,6 +41,7 @@ class Span(NamedTuple):
         end: the same.
         batch: 0 for none.
         why: of a fault, which has no length; empty for work.
+        version: of the weights; 0 for none.
     """
 
     track: str
@@ -52,6 +50,7 @@ class Span(NamedTuple):
     end: float
     batch: int
     why: str = ""
+    version: int = 0
 
 
 class Evaluation(NamedTuple):
@@ -83,10 +82,9 @@ class ReadRun:
         samples: of samples.jsonl.
         eval_samples: of eval_samples.jsonl.
         starts: of environment.json.
-        traces: spans of each trace, by file name, in the order of the starts.
-        faults: of each trace, by file name: generators that were started again or given up.
+        traces: spans of each trace, by file name, in the order of the starts. Faults are among them: generators
+            that were started again or given up.
         state: how it ended, if it has.
-        parameters: of the newest policy in the folder; None if there is none.
         problems: what could not be read.
     """
 
@@ -99,9 +97,7 @@ class ReadRun:
     eval_samples: Sequence[Mapping[str, Any]] = ()
     starts: Sequence[Mapping[str, Any]] = ()
     traces: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    faults: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     state: State = "finished"
-    parameters: int | None = None
     problems: Sequence[str] = ()
 
     @property
@@ -125,7 +121,7 @@ class ReadRun:
         """Trained on, as far as they were logged."""
         return int(max((row["batch"] for row in self.rows), default=0))
 
-    @cached_property
+    @property
     def planned(self) -> int | None:
         """Batches that it is to train on; None if that is not known."""
         if isinstance(found := self.config.get("batches"), int):
@@ -155,19 +151,19 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     right = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
     require((folder / METRICS).is_file(), "runs", str(folder), right)
     problems: list[str] = []
-    found = list(_json_lines(folder / METRICS, problems))
+    found = list(json_lines(folder / METRICS, problems))
     lines = [row for row in found if "batch" in row]
     require(not found or bool(lines), "runs", str(folder), f"its {METRICS} is of another command than train")
     rows, evals = (
         [row for row in lines if any(key.startswith("eval_") for key in row) is held] for held in (False, True)
     )
     config = _config(folder, problems)
-    samples, eval_samples = (list(_json_lines(folder / file, problems)) for file in (SAMPLES, EVAL_SAMPLES))
-    starts, found_traces = _starts(folder, problems), dict(_traces(folder, problems))
-    traces = {file: [span for span in spans if not span.why] for file, spans in found_traces.items()}
-    faults = {file: lost for file, spans in found_traces.items() if (lost := [span for span in spans if span.why])}
-    whole = (config, rows, evals, samples, eval_samples, starts, traces, faults)
-    run = ReadRun(folder, name, *whole, parameters=_parameters(folder, problems), problems=problems)
+    samples, eval_samples = (list(json_lines(folder / file, problems)) for file in (SAMPLES, EVAL_SAMPLES))
+    starts, traces = _starts(folder, problems), traces_of(folder)
+    if not traces:
+        problems.append("trace.json is missing: there is no timeline")
+    whole = (config, rows, evals, samples, eval_samples, starts, traces)
+    run = ReadRun(folder, name, *whole, problems=problems)
     return replace(run, state=_state(run, ended))
 
 
@@ -180,7 +176,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Evaluation(folder, config, results, list(_json_lines(folder / SAMPLES, [])))
+    return Evaluation(folder, config, results, list(json_lines(folder / SAMPLES, [])))
 
 
 def evaluations_of(runs: Sequence[ReadRun], given: Sequence[Path] = ()) -> list[Evaluation]:
@@ -211,8 +207,8 @@ def _from_json(text: str, **how: Any) -> Any:
         raise ValueError("lists or objects are too deep within each other") from error
 
 
-def _json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file that may still be written."""
+def json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file that may still be written; ``problems`` gets what is left out of them."""
     if not path.is_file():
         return
     broken = 0
@@ -276,18 +272,11 @@ def _state(run: ReadRun, ended: bool) -> State:
     return "finished" if whole else "interrupted"
 
 
-def _traces(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[Span]]]:
-    files = [folder / "trace.json", *sorted(folder.glob("trace-from-*.json"), key=_from_batch)]
-    for path in files:
-        if path.is_file() and (spans := list(_spans(path))):
-            yield path.name, spans
-    if not any(path.is_file() for path in files):
-        problems.append("trace.json is missing: there is no timeline")
-
-
-def _from_batch(path: Path) -> int:
-    number = path.stem.rpartition("-")[2]
-    return int(number) if number.isdigit() else 0
+def traces_of(folder: Path) -> dict[str, list[Span]]:
+    """The spans of each trace of a run, by file name, in the order of its starts."""
+    later = [path for path in folder.glob("trace-from-*.json") if path.stem.rpartition("-")[2].isdigit()]
+    files = [folder / "trace.json", *sorted(later, key=lambda path: int(path.stem.rpartition("-")[2]))]
+    return {path.name: spans for path in files if path.is_file() and (spans := list(_spans(path)))}
 
 
 def _spans(path: Path) -> Iterator[Span]:
@@ -305,25 +294,9 @@ def _spans(path: Path) -> Iterator[Span]:
                 if kind != "X" and not why:
                     continue
                 start, seconds = event["ts"] / 1e6, event["dur"] / 1e6 if kind == "X" else 0.0
+                version = int(details.get("version", 0))
                 track, batch = tracks.get(event["tid"], ""), int(details.get("batch", 0))
             except (ValueError, KeyError, TypeError):
                 continue
             first = start if first is None else first
-            yield Span(track, str(event["name"]), start - first, start - first + seconds, max(batch, 0), why)
-
-
-def _parameters(folder: Path, problems: list[str]) -> int | None:
-    """Numbers in the newest policy, from the headers of its files."""
-    for place in (folder / FINAL, *reversed(Checkpoints(folder).all())):
-        files = [] if (place / "adapter_config.json").exists() else sorted(place.glob("*.safetensors"))
-        try:
-            count = 0
-            for path in files:
-                with safe_open(path, framework="numpy") as tensors:
-                    count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in list(tensors.keys()))
-        except (SafetensorError, OSError) as error:
-            problems.append(f"{place.name}: its weights cannot be read: {error}")
-            continue
-        if files:
-            return count
-    return None
+            yield Span(track, str(event["name"]), start - first, start - first + seconds, max(batch, 0), why, version)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from async_rlhf.commands.evaluation.tables import columns_of, filled
@@ -32,6 +31,8 @@ def _facts(run: ReadRun) -> dict[str, str]:
     rate, staleness = get("learning_rate"), "" if run.staleness is None else str(run.staleness)
     mini_batches, epochs = get("num_mini_batches"), get("num_epochs")
     seconds = [row["time/batch"] for row in run.rows[2:] or run.rows if "time/batch" in row]
+    again = len(run.starts) - 1
+    more = f", and {again} more times" if again > 1 else ", and once more" if again == 1 else ""
     batch = ""
     if last.get("completions") and last.get("episode"):
         prompts, k = last["episode"] / last["batch"], last["completions"] / last["episode"]
@@ -41,7 +42,6 @@ def _facts(run: ReadRun) -> dict[str, str]:
         "algorithm": run.algorithm,
         "S, staleness": f"{staleness}, at most" if staleness and get("generation.in_flight") else staleness,
         "model": str(get("model") or ""),
-        "parameters": f"{run.parameters:,}" if run.parameters else "",
         "reward": ", ".join(map(str, filter(None, [get("reward_model"), *get("reward_funcs", [])]))),
         "batch": batch,
         "N, mini-batches; T, epochs": f"{mini_batches}; {epochs}" if mini_batches and epochs else "",
@@ -51,7 +51,7 @@ def _facts(run: ReadRun) -> dict[str, str]:
         "held-out score": _ends([row["eval_objective/scores"] for row in run.evals if "eval_objective/scores" in row]),
         "KL at the end": f"{last['objective/kl']:.3g} nats" if "objective/kl" in last else "",
         "seconds a batch": f"{sum(seconds) / len(seconds):.2f}" if seconds else "",
-        "started": _times(run),
+        "started": "".join(_when(start) + more for start in run.starts[:1]),
         "folder": masked(str(run.folder)),
     }
 
@@ -64,18 +64,8 @@ def _ends(values: Sequence[float], parts: int | None = None) -> str:
     return f"{sum(values[:count]) / count:.3f} at the start, {sum(values[-count:]) / count:.3f} at the end"
 
 
-def _times(run: ReadRun) -> str:
-    more = len(run.starts) - 1
-    again = f", and {more} more times" if more > 1 else ", and once more" if more == 1 else ""
-    return "".join(_when(start) + again for start in run.starts[:1])
-
-
 def _when(start: Mapping[str, Any]) -> str:
-    text = str(start.get("started", ""))
-    try:
-        return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S %Z").strip()
-    except ValueError:
-        return text
+    return str(start.get("started", "")).replace("T", " ").replace("+00:00", " UTC")
 
 
 def evaluation(judged: Evaluation) -> Iterator[tuple[list[str], Rows, str]]:
@@ -113,8 +103,9 @@ def faults(runs: Sequence[ReadRun]) -> Rows:
     return [
         [run.name, trace, f"{fault.start:.1f} s", f"{fault.track} was {fault.name}", masked(fault.why)]
         for run in runs
-        for trace, found in run.faults.items()
-        for fault in found
+        for trace, spans in run.traces.items()
+        for fault in spans
+        if fault.why
     ]
 
 

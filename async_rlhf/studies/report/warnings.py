@@ -67,18 +67,16 @@ def warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) ->
 
 
 def _teaches_little(run: ReadRun) -> Iterator[Warned]:
-    turns, room = (
-        values[-1] if (values := values_of(run.rows, f"episode/out_of_{what}")) else 0.0 for what in ("turns", "room")
-    )
-    share = 1 - _ends(run, "val/ended_share").end.mean - turns - room
-    for what, part, key in (("want of room", room, "episode_length"), ("want of turns", turns, "max_turns")):
-        if part >= THRESHOLDS.cut_off:
+    cut = {what: (values_of(run.rows, f"episode/out_of_{what}") or [0.0])[-1] for what in ("turns", "room")}
+    for what, key in (("room", "episode_length"), ("turns", "max_turns")):
+        if cut[what] >= THRESHOLDS.cut_off:
             had = run.config.get(f"generation.{key}")
             yield Warned(
-                f"Episodes end for {what}",
-                f"generation.{key}{f' ({had})' if had else ''} cut off {part:.0%} of the last episodes, with what the "
-                "environment says. Give them more, or have the environment say less.",
+                f"Episodes end for want of {what}",
+                f"generation.{key}{f' ({had})' if had else ''} cut off {cut[what]:.0%} of the last episodes, with what "
+                "the environment says. Give them more, or have the environment say less.",
             )
+    share = 1 - _ends(run, "val/ended_share").end.mean - sum(cut.values())
     if share >= THRESHOLDS.cut_off:
         most = run.config.get("generation.response_length")
         cost = ", and penalised by non_eos_penalty" if run.config.get("non_eos_penalty") else ""
@@ -90,39 +88,38 @@ def _teaches_little(run: ReadRun) -> Iterator[Warned]:
     counted = [row for row in run.rows if "objective/ties" in row and row.get("episode")]
     share = StartAndEnd([row["objective/ties"] * row["batch"] / row["episode"] for row in counted]).end.mean
     if share >= THRESHOLDS.ties:
-        yield Warned(
-            "Many prompts teach nothing",
-            f"All completions of {share:.0%} of the last prompts score the same: nothing says which is better. Use a "
-            "finer reward, harder or easier prompts, more samples_per_prompt or a higher temperature.",
-        )
+        text = f"All completions of {share:.0%} of the last prompts score the same: nothing says which is better. Use a"
+        text += " finer reward, harder or easier prompts, more samples_per_prompt or a higher temperature."
+        yield Warned("Many prompts teach nothing", text)
 
 
 def _kl(run: ReadRun) -> Iterator[Warned]:
     kl, length = _ends(run, "objective/kl"), _ends(run, "val/response_length")
     if length.end.mean > 0 and (per_token := kl.end.mean / length.end.mean) >= THRESHOLDS.kl_per_token:
-        yield Warned(
-            "Far from the reference",
+        text = (
             f"KL is {kl.end:.3g} nats per completion at the end, {per_token:.2f} per token. Read samples: so far away "
-            "a reward model judges text of a kind that it has hardly seen. A lower learning rate, fewer batches, or a "
-            "larger beta or KL penalty keeps the policy closer.",
         )
+        text += (
+            "a reward model judges text of a kind that it has hardly seen. A lower learning rate, fewer batches, or "
+        )
+        yield Warned("Far from the reference", f"{text}a larger beta or KL penalty keeps the policy closer.")
 
 
 def _off_policy(run: ReadRun) -> Iterator[Warned]:
     stale = f" S is {run.staleness}." if run.staleness else ""
     remedy = f"{stale} Lower the learning rate, staleness, num_mini_batches or num_epochs, or use a correction."
-    sizes = {"token": (THRESHOLDS.ess_token, "tokens"), "sequence": (THRESHOLDS.ess_sequence, "completions")}
-    for name, (bound, unit) in sizes.items():
-        size = _ends(run, f"val/ess_{name}").end
-        if size.mean < bound:
+    for name, bound, unit in (
+        ("token", THRESHOLDS.ess_token, "tokens"),
+        ("sequence", THRESHOLDS.ess_sequence, "completions"),
+    ):
+        if (size := _ends(run, f"val/ess_{name}").end).mean < bound:
             text = f"The last batches are worth {size:.0%} of their {unit}: the policy in training is far from the one"
             yield Warned("The effective sample size is low", f"{text} that sampled.{remedy}")
     for key, bound, what in (
         ("clipfrac_avg", THRESHOLDS.clipped, "of the ratios are clipped, and what is clipped teaches nothing"),
         ("importance_capped", THRESHOLDS.capped, "of the importance weights are at their cap, which biases them"),
     ):
-        part = _ends(run, f"policy/{key}").end
-        if part.mean >= bound:
+        if (part := _ends(run, f"policy/{key}").end).mean >= bound:
             yield Warned("Much is clipped", f"At the end {part:.0%} {what}.{remedy}")
 
 
@@ -143,17 +140,16 @@ def _hacking(run: ReadRun) -> Iterator[Warned]:
 def _engine(run: ReadRun) -> Iterator[Warned]:
     noise = _ends(run, "engine/logprob_difference").end
     if noise.mean >= THRESHOLDS.engine:
-        yield Warned(
-            "Engine and learner disagree",
-            f"With the same weights their log-probabilities differ by {noise:.3g} nats per token. Look at "
-            "generation.dtype and the engine's options; a correction makes up for small differences.",
-        )
+        text = f"With the same weights their log-probabilities differ by {noise:.3g} nats per token. Look at "
+        text += "generation.dtype and the engine's options; a correction makes up for small differences."
+        yield Warned("Engine and learner disagree", text)
     most, limit = max(values_of(run.rows, "engine/sampling_evidence"), default=-math.inf), THRESHOLDS.evidence
     if most >= limit:
-        yield Warned(
-            "The engine may not draw what it says",
+        text = (
             f"The evidence reached {most:.1f} (a right engine reaches {limit:g} in one of {10**limit:,.0f} runs; 4.7 "
-            "stops one). Look at the engine's sampling options.",
+        )
+        yield Warned(
+            "The engine may not draw what it says", f"{text}stops one). Look at the engine's sampling options."
         )
 
 
@@ -165,12 +161,9 @@ def _steps(run: ReadRun) -> Iterator[Warned]:
         yield Warned("Nothing is learnt", text)
     norms = sorted((row["grad_norm"], row["batch"]) for row in run.rows if row.get("grad_norm"))
     if len(norms) >= FEWEST and norms[-1][0] >= THRESHOLDS.gradient * (median := norms[len(norms) // 2][0]):
-        most, batch = norms[-1]
-        yield Warned(
-            "A gradient stands out",
-            f"That of batch {batch:.0f} has the norm {most:.3g}, the median is {median:.3g}. It is clipped to "
-            "max_grad_norm; if this happens often, lower the learning rate.",
-        )
+        text = f"That of batch {norms[-1][1]:.0f} has the norm {norms[-1][0]:.3g}, the median is {median:.3g}. It is "
+        text += "clipped to max_grad_norm; if this happens often, lower the learning rate."
+        yield Warned("A gradient stands out", text)
     skipped, steps, lost = (
         sum(row.get(key, 0) for row in run.rows) for key in ("skipped_steps", "optimizer_steps", "reward/skipped")
     )

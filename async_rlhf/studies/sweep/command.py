@@ -13,7 +13,7 @@ from async_rlhf.commands.stage import json_lines
 from async_rlhf.data import cache
 from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
-from async_rlhf.studies.sweep.one_trial import POLICY, Start, run_start, run_trial, stage_of
+from async_rlhf.studies.sweep.one_trial import POLICY, run_start, run_trial, stage_of
 from async_rlhf.studies.sweep.pictures import draw
 from async_rlhf.studies.sweep.results import Results, summaries, table
 from async_rlhf.studies.sweep.running import Job, Outcome, run_alone, run_jobs
@@ -73,20 +73,19 @@ def run_trials(
     Yields:
         Name, results and error, as each ends; either results or the error is there.
     """
-    jobs = list(first)
     before = {trial.name: stage_of(trial).done() for trial in trials if not trial.overwrite}
     known = {name: results for name, results in before.items() if results is not None}
     yield from ((name, results, "") for name, results in known.items())
-    jobs += [Job(one.name, run_trial, one, Path(one.folder)) for one in trials if one.name not in known]
+    new = (Job(one.name, run_trial, one, Path(one.folder)) for one in trials if one.name not in known)
+    jobs = [*first, *new]
     if known:
         logger.info("%d of %d runs are done already", len(known), len(trials))
-    for number, outcome in enumerate(_outcomes(jobs, config), start=1):
-        gold = (outcome.results or {}).get("gold")
-        told = f"failed: {outcome.error}" if gold is None else f"gold reward {gold['estimate']:.3f}"
-        logger.info("%d of %d: %s: %s", number, len(jobs), outcome.job.name, told)
-        if why := (outcome.results or {}).get("nothing_learnt"):
-            logger.warning("WARNING: %s: %s", outcome.job.name, why)
-        yield outcome.job.name, outcome.results, outcome.error
+    for number, (job, results, error) in enumerate(_outcomes(jobs, config), start=1):
+        told = f"failed: {error}" if results is None else f"gold reward {results['gold']['estimate']:.3f}"
+        logger.info("%d of %d: %s: %s", number, len(jobs), job.name, told)
+        if results is not None and "nothing_learnt" in results:
+            logger.warning("WARNING: %s: %s", job.name, results["nothing_learnt"])
+        yield job.name, results, error
 
 
 def _outcomes(jobs: Sequence[Job], config: ManyRunsConfig) -> Iterator[Outcome]:
@@ -114,12 +113,9 @@ def check_trials(trials: Sequence[Trial]) -> None:
 
 def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:
     """The judging of each model that the trials start from."""
-    found = {}
-    for trial in trials:
-        folder = Path(config.output_dir) / _start_name(trial)
-        start = Start(trial.run.model, held_out=trial.held_out, folder=str(folder), overwrite=config.overwrite)
-        found[folder] = Job(_start_name(trial), run_start, start, folder)
-    return list(found.values())
+    folders = {_start_name(trial): trial for trial in trials}
+    places = {name: Path(config.output_dir) / name for name in folders}
+    return [Job(name, run_start, replace(folders[name], folder=str(at)), at) for name, at in places.items()]
 
 
 def _start_name(trial: Trial) -> str:

@@ -74,7 +74,7 @@ class SweepConfig(ManyRunsConfig):
     checkpoints: bool = key(False, main="runs")
     """Judge the checkpoints of each run too, every base.train.save_steps batches: reward against KL over training."""
     plot_axis: str | None = key(None, role="log")
-    """The axis that goes on the horizontal of the picture, its labels numbers; null for that with the most values."""
+    """The axis that goes on the horizontal of the picture; null for that of numbers with the most values."""
     share: str | None = key(None, _SHARE, role="place", main="machine")
     """Only the runs with these numbers, "i/n" for i, i + n, i + 2n ...: several machines can share a sweep, and a last
     one without a share makes the table."""

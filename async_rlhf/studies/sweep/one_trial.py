@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from async_rlhf.commands.stage import Stage
-from async_rlhf.config.base import configuration
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
+from async_rlhf.run.summary import read_rows
 from async_rlhf.run.warnings import values_of
-from async_rlhf.studies.sweep.trials import Judged, Trial
+from async_rlhf.studies.sweep.trials import Trial
 
 POLICY = "policy"
 LAST_SHARE = 0.1
 """Of the batches, at the end of the run, over which metrics are averaged."""
 
 
-@configuration
-class Start(Judged):
-    """A model that runs start from, judged as their policies are."""
-
-    model: str
-
-
 def stage_of(trial: Trial) -> Stage:
     """The marker of a finished trial: ``trial.json`` in its folder, with its results."""
-    run, held_out = trial.run, trial.held_out
-    inputs: dict[str, Any] = {f"run.{name}": getattr(run, name) for name in ("model", "ref_model", "value_model")}
-    inputs |= {"run.reward_model": run.reward_model, "run.reward_funcs": run.reward_funcs}
-    inputs |= {"run.data.train": run.data.train, "run.data.eval": run.data.eval, "held_out.data": held_out.data}
-    inputs |= {f"held_out.{name}": getattr(held_out, name) for name in ("reward_model", "reward_funcs")}
-    if run.callbacks:
-        inputs["run.callbacks"] = run.callbacks
+    names = [f"run.{name}" for name in ("model", "ref_model", "value_model", "reward_model", "reward_funcs")]
+    names += ["run.data.train", "run.data.eval", *(["run.callbacks"] if trial.run.callbacks else [])]
+    names += [f"held_out.{name}" for name in ("data", "reward_model", "reward_funcs")]
+    inputs = {name: attrgetter(name)(trial) for name in names}
     return Stage(Path(trial.folder), "trial", trial, inputs, one_of_many=True)
 
 
@@ -63,26 +54,23 @@ def run_trial(trial: Trial) -> dict[str, Any]:
         earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != run.train.num_batches]
         models |= {path.name: str(path) for path in earlier}
     reference = trial.held_out.ref_model or run.ref_model or run.model
-    results = {
-        "name": trial.name,
-        "setting": trial.setting,
-        "seed": trial.seed,
-        **_judged(trial, models, Path(trial.folder) / "evaluation", ref_model=reference),
-        "metrics": last_metrics(trained / METRICS),
-    }
-    if "nothing_learnt" in trained_so:
-        results["nothing_learnt"] = trained_so["nothing_learnt"]
+    results = {name: getattr(trial, name) for name in ("name", "setting", "seed")}
+    results |= _judged(trial, models, Path(trial.folder) / "evaluation", ref_model=reference)
+    results |= {"metrics": last_metrics(trained / METRICS)}
+    results |= {name: why for name, why in trained_so.items() if name == "nothing_learnt"}
     stage.publish_files({}, results)
-    _tidy(trained, trial.keep)
+    if trial.keep != "all":
+        for path in [*Checkpoints(trained).all(), *([trained / FINAL] if trial.keep == "results" else [])]:
+            delete_whole(path)
     return results
 
 
-def run_start(start: Start) -> dict[str, Any]:
-    """Judge a model that runs start from; the same keys as :func:`run_trial`."""
-    return _judged(start, {POLICY: start.model}, Path(start.folder))
+def run_start(trial: Trial) -> dict[str, Any]:
+    """Judge the model that a run starts from; the same keys as :func:`run_trial`."""
+    return _judged(trial, {POLICY: trial.run.model}, Path(trial.folder))
 
 
-def _judged(trial: Judged, models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
+def _judged(trial: Trial, models: dict[str, str], folder: Path, **changes: Any) -> dict[str, Any]:
     """Evaluate models, and keep what is asked for: most of the policy, less of its checkpoints."""
     from async_rlhf.commands.evaluate import run_evaluate
 
@@ -105,16 +93,7 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
 def last_metrics(path: Path) -> dict[str, float]:
     """Means of each metric over those of the last tenth of the logged batches that have it: one with nothing but ties,
     for example, has none of training."""
-    with path.open(encoding="utf-8") as file:
-        rows = [row for row in map(json.loads, file) if "objective/scores" in row]
+    rows = read_rows(path)
     rows = rows[-max(1, round(LAST_SHARE * len(rows))) :]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: fmean(values) for name in names if (values := values_of(rows, name))}
-
-
-def _tidy(trained: Path, keep: str) -> None:
-    """Delete weights that are not to be kept."""
-    if keep == "all":
-        return
-    for path in [*Checkpoints(trained).all(), *([trained / FINAL] if keep == "results" else [])]:
-        delete_whole(path)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from async_rlhf.studies.report.charts import Axis, Key, Series, Spec, figure, points, render_png, with_interval
 from async_rlhf.studies.sweep.results import Summary
@@ -16,25 +12,6 @@ from async_rlhf.studies.sweep.trials import number_of
 START = "starting model"
 _MOST = 24
 """Series of one picture; more could not be told apart."""
-_ROOM = 0.09
-"""Of a chart's width and height: what a label takes, to the right of its point and above it."""
-
-
-def axis_of(found: Sequence[Summary], wanted: str | None) -> str | None:
-    """What goes on the horizontal axis: what is asked for, else the axis of numbers with the most values."""
-    if wanted is not None:
-        return wanted
-    axes = [axis for axis in found[0].setting if all(axis in one.setting for one in found)]
-    labels = {axis: {one.setting[axis] for one in found} for axis in axes}
-    numbers = [axis for axis in axes if all(number_of(label) is not None for label in labels[axis])]
-    return max(numbers, key=lambda axis: len(labels[axis]), default=None)
-
-
-def without_constants(found: Sequence[Summary], wanted: str | None) -> list[Summary]:
-    """Settings without the axes on which all are alike, which need no words; but with the one that is wanted."""
-    labels = {axis: {one.setting.get(axis) for one in found} for one in found for axis in one.setting}
-    kept = {axis for axis, known in labels.items() if len(known) > 1 or axis == wanted}
-    return [replace(one, setting={a: label for a, label in one.setting.items() if a in kept}) for one in found]
 
 
 def draw(found: Sequence[Summary], wanted: str | None, out: Path) -> bool:
@@ -55,96 +32,44 @@ def picture(found: Sequence[Summary], wanted: str | None) -> Spec | None:
         found: all settings.
         wanted: the axis to put on the horizontal; None for the one of numbers with the most values.
     """
-    found = without_constants(found, wanted)
-    axis = axis_of(found, wanted)
-    if axis is None or len(series := series_of(found, axis)) > _MOST:
+    labels = {axis: {one.setting.get(axis, "") for one in found} for one in found for axis in one.setting}
+    varied = {axis: known for axis, known in labels.items() if len(known) > 1 or axis == wanted}
+    numbers = [axis for axis, known in varied.items() if all(number_of(label) is not None for label in known)]
+    axis = wanted or max(numbers, key=lambda axis: len(varied[axis]), default=None)
+    if axis is None:
         return None
+    names = [_name({key: label for key, label in one.setting.items() if key in varied}, axis) for one in found]
+    if len(set(names)) > _MOST:
+        return None
+    shown = sorted(zip(found, names, strict=True), key=lambda pair: number_of(pair[0].setting.get(axis, "")) or 0.0)
     wins = all(one.wins is not None for one in found)
+    series = [Series(name, name, says=name) for name in dict.fromkeys(names)]
     key = Key([*series, *([Series(START, reference=True)] if wins else [])])
-    ticks = tuple(sorted({number_of(one.setting[axis]) or 0.0 for one in found}))
-    panels = [_against_axis(found, axis, ticks, key, "gold", "gold reward (mean, 95% interval)")]
+
+    def panel(x: Axis, y: Axis, measured: str) -> Spec:
+        rows = []
+        for one, name in shown:
+            if (interval := getattr(one, measured)) is not None:
+                place = {"x": one.setting.get(axis, "")} if x.values else with_interval("x", "x", one.kl._asdict())
+                rows.append({"series": name, **place, **with_interval("y", "y", interval._asdict())})
+        if measured == "wins":  # the model that they started from has no KL, and wins half of the time
+            rows.append({"series": START, "x": 0.0, "y": 0.5})
+        return points(rows, key, x, y)
+
+    swept = axis.rpartition(".")[2]
+    x = Axis("x", swept, values=tuple(dict.fromkeys(one.setting.get(axis, "") for one, _ in shown)))
+    panels = [panel(x, Axis("y", "gold reward (mean, 95% interval)"), "gold")]
     if any(one.against is not None for one in found):
-        panels.append(_against_axis(found, axis, ticks, key, "against", "minus the baseline (paired, 95% interval)"))
-    panels.append(_against_kl(found, axis, key, "wins" if wins else "gold"))
+        panels.append(panel(x, Axis("y", "minus the baseline (paired, 95% interval)"), "against"))
+    kl = Axis("x", f"KL to the starting model (nats), in the order of {swept}", zero=True)
+    gold = Axis("y", "gold reward (95% interval)")
+    won = Axis("y", "gold win-rate against the start (95% interval)", format="%")
+    panels.append(panel(kl, won, "wins") if wins else panel(kl, gold, "gold"))
     return figure(panels, key)
 
 
-def series_of(found: Sequence[Summary], axis: str) -> list[Series]:
-    """Labels that are words, such as the algorithm, give colour and shape; numbers give dashes and filling."""
-    words: dict[str, str] = {}
-    numbers: dict[str, list[float]] = {}
-    for one in found:
-        labels = {name: label for name, label in one.setting.items() if name != axis}
-        name = name_of(one, axis)
-        words[name] = ", ".join(label for label in labels.values() if number_of(label) is None)
-        numbers[name] = [value for label in labels.values() if (value := number_of(label)) is not None]
-    order = sorted(numbers.values())
-    return [
-        Series(name, algorithm=word, staleness=order.index(numbers[name]), says=name, group=word or None)
-        for name, word in words.items()
-    ]
-
-
-def name_of(one: Summary, axis: str) -> str:
+def _name(setting: dict[str, str], axis: str) -> str:
     """The series that a setting is in: its labels on the other axes."""
-    labels = ", ".join(
-        label if number_of(label) is None else f"{name.rpartition('.')[2]} {label}"
-        for name, label in one.setting.items()
-        if name != axis
-    )
-    return labels or "all"
-
-
-def _against_axis(
-    found: Sequence[Summary], axis: str, ticks: tuple[float, ...], key: Key, what: str, title: str
-) -> Spec:
-    rows = [
-        {"series": name_of(one, axis), "x": number_of(one.setting[axis]), **with_interval("y", "y", interval._asdict())}
-        for one in sorted(found, key=lambda one: number_of(one.setting[axis]) or 0.0)
-        if (interval := getattr(one, what)) is not None
-    ]
-    x = Axis("x", axis.rpartition(".")[2], ticks=ticks)
-    return points(_apart(rows, key, ticks), key, x, Axis("y", title))
-
-
-def _against_kl(found: Sequence[Summary], axis: str, key: Key, what: str) -> Spec:
-    """A point for each setting; those of a series are connected in the order of the axis, and named by it. The model
-    that they started from has no KL, and a win-rate of one half.
-    """
-    rows = [
-        {
-            "series": name_of(one, axis),
-            "label": one.setting[axis],
-            **with_interval("x", "x", one.kl._asdict()),
-            **with_interval("y", "y", getattr(one, what)._asdict()),
-        }
-        for one in sorted(found, key=lambda one: number_of(one.setting[axis]) or 0.0)
-    ]
-    titles = {"wins": "gold win-rate against the start", "gold": "gold reward"}
-    y = Axis("y", f"{titles[what]} (95% interval)", format="%" if what == "wins" else None)
-    if what == "wins":
-        rows.append({"series": START, "label": "", "x": 0.0, "y": 0.5})
-    x = Axis("x", "KL to the starting model (nats per completion)", zero=True)
-    named = f"Numbers, where there is room: {axis.rpartition('.')[2]}"
-    return points(_labelled_where_alone(rows), key, x, y, named, label="label")
-
-
-def _labelled_where_alone(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without the labels that would lie on other points, or on their labels."""
-    places_R2 = np.array([(row["x"], row["y"]) for row in rows])
-    ends = [[row.get(f"{axis}_{end}", row[axis]) for axis in "xy"] for row in rows for end in ("low", "high")]
-    from_to_RR2 = (places_R2 - places_R2[:, None]) / np.maximum(np.ptp(ends, axis=0), 1e-9)
-    on_a_label_RR = ((from_to_RR2 > -0.02) & (from_to_RR2 < _ROOM)).all(axis=-1)
-    near_R = (on_a_label_RR | (np.abs(from_to_RR2) < 0.06).all(axis=-1)).sum(axis=1)
-    return [row if near == 1 else {**row, "label": ""} for row, near in zip(rows, near_R, strict=True)]
-
-
-def _apart(rows: list[dict[str, Any]], key: Key, ticks: Sequence[float]) -> list[dict[str, Any]]:
-    """Rows with x moved a little to either side, by series, so that error bars do not cover each other."""
-    names = list(key.series)
-    unit = min((tick for tick in ticks if tick > 0), default=1.0) if ticks[0] <= 0 else 0.0
-    step = min(0.03, 0.2 / len(names))  # all of them within the ends of the axis
-    for row in rows:
-        place = names.index(row["series"]) - (len(names) - 1) / 2
-        row["x"] += step * place * (unit + abs(row["x"]))
-    return rows
+    labels = {name.rpartition(".")[2]: label for name, label in setting.items() if name != axis}
+    words = [label if number_of(label) is None else f"{name} {label}" for name, label in labels.items()]
+    return ", ".join(words) or "all"

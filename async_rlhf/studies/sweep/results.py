@@ -93,7 +93,7 @@ def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
     wins = ["wins vs. start"] if any(one.wins for one in found) else []
     short = [axis.rpartition(".")[2] for axis in axes]
     titles = [*short, "seeds", "gold reward", *against, *wins, "KL to start", *metrics.values()]
-    lines = [_row(titles), _row(["---"] * len(titles))]
+    lines = [markdown_row(titles), markdown_row(["---"] * len(titles))]
     for one in found:
         cells = [one.setting.get(axis, "") for axis in axes]
         cells += [str(len(one.seeds)), _told(one.gold, ".3f")]
@@ -102,11 +102,12 @@ def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
         cells += [_told(one.wins, ".1%")] if wins else []
         cells.append(_told(one.kl, ".2f"))
         cells += [f"{one.metrics[name]:.3f}" if name in one.metrics else "" for name in metrics]
-        lines.append(_row(cells))
+        lines.append(markdown_row(cells))
     return "\n".join(lines) + "\n"
 
 
-def _row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_rlhf.config import ConfigError
 from async_rlhf.system.files import write_file
 from async_rlhf.system.subprocesses import context_of, start_process
-
-logger = logging.getLogger(__name__)
 
 LOG = "log.txt"
 _RESULT = ".result.json"
@@ -35,8 +33,7 @@ class Job:
     folder: Path
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of a job: results, or the error in words."""
 
     job: Job
@@ -53,17 +50,17 @@ def run_jobs(jobs: Sequence[Job], parallel: int, threads: int, devices: Sequence
         threads: CPU threads of each.
         devices: values of CUDA_VISIBLE_DEVICES to divide among the processes at a time; empty for no change.
     """
-    waiting, running = list(reversed(jobs)), dict[int, tuple[BaseProcess, Job, int]]()
-    places = list(reversed(range(min(parallel, len(devices) or parallel))))
+    waiting, running = list(reversed(jobs)), dict[Any, tuple[BaseProcess, Job, str | None]]()
+    places: list[str | None] = list(reversed(devices[:parallel])) or [None] * parallel
     try:
         while waiting or running:
             while waiting and places:
-                job, place = waiting.pop(), places.pop()
-                process = _started(job, threads, devices[place] if devices else None)
-                running[process.sentinel] = (process, job, place)
+                job, device = waiting.pop(), places.pop()
+                process = _started(job, threads, device)
+                running[process.sentinel] = (process, job, device)
             for sentinel in connection.wait(list(running)):
-                process, job, place = running.pop(sentinel)  # type: ignore[arg-type]
-                places.append(place)
+                process, job, device = running.pop(sentinel)
+                places.append(device)
                 process.join()
                 yield _outcome(job, process.exitcode)
     finally:  # nobody waits for them any more

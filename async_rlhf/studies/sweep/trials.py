@@ -7,7 +7,6 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import REQUIRED, configuration, dotted, key, require
 from async_rlhf.config.common import RepeatableConfig
 from async_rlhf.config.parsing import parse
-from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
 
@@ -35,19 +33,13 @@ _LONGEST_NAME = 120
 
 
 @configuration(kw_only=True)
-class Judged(RepeatableConfig):
-    """A model, and how it is judged."""
+class Trial(RepeatableConfig):
+    """One run of many, and how its policy is judged."""
 
     held_out: EvaluateConfig
     """How it is judged, without the policies."""
     folder: str = key(REQUIRED, role="place")
     """Where everything of it goes."""
-
-
-@configuration
-class Trial(Judged):
-    """One run of many, and how its policy is judged."""
-
     name: str
     """Of its folder."""
     setting: dict[str, str]
@@ -71,28 +63,19 @@ def trials_of(config: SweepConfig) -> list[Trial]:
     Raises:
         ConfigError: a setting that cannot be run; the message names it.
     """
-    held_out = parsed_held_out(config)
-    _check_labels(config, [labels for labels, _ in settings_of(config)])
+    held_out, settings = parsed_held_out(config), list(settings_of(config))
+    for axis, label in labels_of(config.baseline).items():
+        known = list(dict.fromkeys(labels.get(axis, "") for labels, _ in settings))
+        require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
     found = [
         trial
-        for labels, keys in settings_of(config)
+        for labels, keys in settings
         for trial in of_setting(config, held_out, labels, keys, config.seeds, config.checkpoints)
     ]
     twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
     right = "must differ from each other: two settings have the same name"
     require(not twice, "settings", twice[:1], right)
     return sorted(found, key=lambda one: config.seeds.index(one.seed))
-
-
-def _check_labels(config: SweepConfig, settings: Sequence[Mapping[str, str]]) -> None:
-    """Require that the baseline is among the settings, and that the axis of the picture has numbers."""
-    for axis, label in labels_of(config.baseline).items():
-        known = list(dict.fromkeys(labels.get(axis, "") for labels in settings))
-        require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
-    shown = config.plot_axis
-    drawn = dict.fromkeys(labels.get(shown, "") for labels in settings) if shown is not None else {}
-    words = [label for label in drawn if number_of(label) is None]
-    require(not words, "plot_axis", shown, f"must be an axis whose labels are numbers; one is {words[:1]}")
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
@@ -133,8 +116,7 @@ def of_setting(
         seeds: of the runs.
         checkpoints: whether the runs' checkpoints are judged.
     """
-    told = ", ".join(f"{name} {label}" for name, label in labels.items())
-    run = parsed_run(config, keys, told)
+    run = parsed_run(config, keys, ", ".join(f"{name} {label}" for name, label in labels.items()) or "base")
     right = "must be above 0 with checkpoints: they are what is judged"
     require(not checkpoints or run.train.save_steps > 0, "base.train.save_steps", run.train.save_steps, right)
     right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
@@ -151,34 +133,30 @@ def of_setting(
     return found
 
 
-def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], told: str = "") -> RunConfig:
-    """The configuration of a run with these keys, from ``base``; its folder and seed are not those of any run yet."""
-    if isinstance(config.base, str):
-        right = "must be a file with the keys of train, or a mapping of them"
-        require(Path(config.base).is_file(), "base", config.base, right)
-        values = read_yaml(config.base, "base") or {}
+def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], told: str = "base") -> RunConfig:
+    """The configuration of a run with these keys, from ``base``; its folder and seed are not those of any run yet.
+
+    Args:
+        config: of the sweep.
+        keys: dotted keys of ``train``.
+        told: what an error begins with.
+    """
+    if isinstance(config.base, str):  # a file that train may run, too
+        require(Path(config.base).is_file(), "base", config.base, "must be a file with the keys of train, or a mapping")
     else:
-        values = config.base
-    merged = deepcopy(values)
-    flat = dotted(merged)
-    for name in () if isinstance(config.base, str) else RESERVED:  # a file may be one that train runs, too
-        require(name not in flat, f"base.{name}", flat.get(name), f"must be left out: {RESERVED[name]}")
+        flat = dotted(config.base)
+        for name, why in RESERVED.items():
+            require(name not in flat, f"base.{name}", flat.get(name), f"must be left out: {why}")
     threads = {"train.num_threads": config.threads, "train.generation.num_threads": config.threads}
-    for name, value in {**threads, **keys, "train.output_dir": str(Path(config.output_dir) / "runs" / "any")}.items():
-        _put(merged, name, value)
-    try:
-        return _parsed(RunConfig, "train", merged)
-    except ConfigError as error:
-        raise ConfigError(f"{told}: {error}" if told else f"base: {error}") from error
+    wanted = {**threads, **keys, "train.output_dir": str(Path(config.output_dir) / "runs" / "any")}
+    words = [f"--{name}={label_of(value)}" for name, value in wanted.items()]
+    return _parsed(RunConfig, "train", config.base, told, words)
 
 
 def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
     """How policies are judged; the model in it is a placeholder."""
     values = {**config.held_out, "models": {"policy": "policy"}, "output_dir": str(Path(config.output_dir) / "any")}
-    try:
-        held_out = _parsed(EvaluateConfig, "evaluate", values)
-    except ConfigError as error:
-        raise ConfigError(f"held_out: {error}") from error
+    held_out = _parsed(EvaluateConfig, "evaluate", values, "held_out")
     right = "must be left out: policies are compared by a gold reward; give reward_funcs or reward_model"
     require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, right)
     right = "must be left out: the starting model is judged, too, and no run has trained it"
@@ -186,21 +164,18 @@ def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
     return held_out
 
 
-def _parsed(kind: type[Any], command: str, values: Mapping[str, Any]) -> Any:
+def _parsed(
+    kind: type[Any], command: str, values: str | Mapping[str, Any], told: str, words: Sequence[str] = ()
+) -> Any:
     with tempfile.TemporaryDirectory() as folder:  # the parser reads only files
         path = Path(folder) / "config.yml"
-        path.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
-        return parse(kind, command, ["--config", str(path)], translated=True)[0]
-
-
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted key in nested mappings."""
-    *groups, last = name.split(".")
-    for group in groups:
-        inner = values.setdefault(group, {})
-        require(isinstance(inner, dict), f"base.{group}", inner, "must be a group of keys")
-        values = inner
-    values[last] = value
+        if not isinstance(values, str):
+            path.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
+        file = values if isinstance(values, str) else str(path)
+        try:
+            return parse(kind, command, ["--config", file, *words], translated=True)[0]
+        except ConfigError as error:
+            raise ConfigError(f"{told}: {error}") from error
 
 
 def number_of(label: str) -> float | None:
