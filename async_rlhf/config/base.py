@@ -238,7 +238,10 @@ def _as_list(value: Any) -> Any:
     return list(value) if type(value) is tuple else value
 
 
-_checked: Any = cache(configuration)
+@cache
+def _checked(kind: type) -> Any:
+    """A class like this one, whose decorator is the standard library's, that is checked."""
+    return configuration(type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__}))
 
 
 def _of_key(kind: type, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
