@@ -3,26 +3,43 @@
 A prompt and its response are always encoded separately: at sampling time the response follows a prompt that was encoded
 alone, so training must have the same boundary. A prompt of plain text begins as the tokenizer begins a text (BOS), a
 chat as its template writes it.
+
+Data sets are encoded once, when a command starts. A fast tokenizer itself spreads a list of texts over the cores. The
+tokens of large data sets are in a file that is mapped and ends with the process: memory holds only what is in use, and
+no tokens of other data, of another template or of another tokenizer can be taken for them.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from mmap import ACCESS_READ, mmap
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.token_cache import encode_texts
 from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.system.files import cache_folder
+from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import Sample
+
+logger = logging.getLogger(__name__)
 
 EOS = "<|endoftext|>"
 PAD = "<|padding|>"
 TEXT = "query_reference_response"
 """The column with a query and its response in one text."""
+_CHUNK, _CHUNK_CHARACTERS = 10_000, 2_000_000
+"""Most rows, and about so many characters, that are tokenised at once: what a tokenizer returns of a text takes some
+fifty times its memory."""
 
 # Spaces are separate from words, and identifiers are split at underscores and capitals. A word is then the same token
 # in `parse_args`, `parseArgs` and "parse the arguments", so even a tiny model learns to copy it from name to text.
@@ -76,20 +93,154 @@ class Rendered(str):
     __slots__ = ()
 
 
+class Part(NamedTuple):
+    """What is kept of a row."""
+
+    texts: tuple[str | tuple[int, ...], ...]
+    """Each is tokenised alone; tokens are taken as they are."""
+    numbers: tuple[float, ...] = ()
+    """Whatever else is to be known of the row."""
+    rendered: str | None = None
+    """The text of a chat, if it is to be kept."""
+
+
+class TokenRows(Sequence[tuple[int, ...]]):
+    """Token ids of many texts.
+
+    Args:
+        column: lists of int32.
+    """
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, number: Any) -> Any:
+        return tuple(self._column[number].values.to_numpy().tolist())
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each text, int32."""
+        return pc.list_value_length(self._column).to_numpy()
+
+
+class Encoded(NamedTuple):
+    """What is kept of every row of a data set."""
+
+    tokens: tuple[TokenRows, ...]
+    """For each text of a row."""
+    numbers: tuple[np.ndarray, ...]
+    """float64, for each number of a row."""
+    rendered: pa.ChunkedArray
+    """Strings or null."""
+
+
+def encode_parts(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, Any]],
+    read: Callable[[Mapping[str, Any], int], Part],
+    label: str,
+) -> Encoded:
+    """What is read of each row, its texts as tokens without special tokens.
+
+    Args:
+        tokenizer: any.
+        rows: at least one. Large ones are read one after the other.
+        read: what to keep of a row, whose number counts from 1. Every row has as many texts and numbers as the first.
+        label: the rows' name on the progress bar.
+    """
+    return _encode(tokenizer, lambda: (read(row, n) for n, row in enumerate(rows, 1)), len(rows), label)
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
+    """Token ids of each text, without special tokens."""
+    return _encode(tokenizer, lambda: (Part((text,)) for text in texts), len(texts), "texts").tokens[0] if texts else []
+
+
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
     """Token ids of each text, which begins as the tokenizer begins a text unless it is :class:`Rendered`."""
-    return encode_texts(tokenizer, [begun(tokenizer, text) for text in texts])
+    start = text_start(tokenizer)
+    return encode_texts(tokenizer, [begun(start, text) for text in texts])
 
 
-def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text with what the tokenizer puts before a text (BOS), where it puts something."""
-    if isinstance(text, Rendered):
-        return text
-    start = _start(tokenizer)
-    return text if text.startswith(start) else start + text
+def _encode(tokenizer: PreTrainedTokenizerBase, parts: Callable[[], Iterable[Part]], count: int, label: str) -> Encoded:
+    """Parts in memory if they are tokenised at once, else in a file."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        done = 0
+        with progress_bar(f"{label}: tokenising", count) as progress:
+            for some in _split(parts()):
+                yield _batch(tokenizer, some)
+                done += len(some)
+                progress(done)
+
+    first = next(_split(parts()))
+    if len(first) == count:
+        table = pa.Table.from_batches([_batch(tokenizer, first)])
+    else:
+        try:
+            table = _mapped(batches())
+        except OSError as error:
+            logger.warning("%s: tokens are kept in memory: no file in %s: %s", label, cache_folder(), error)
+            table = pa.Table.from_batches(batches())
+    return Encoded(
+        tuple(TokenRows(table[f"tokens{i}"]) for i in range(len(first[0].texts))),
+        tuple(table[f"number{i}"].to_numpy() for i in range(len(first[0].numbers))),
+        table["rendered"],
+    )
 
 
-def _start(tokenizer: PreTrainedTokenizerBase) -> str:
+def _split(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    some: list[Part] = []
+    characters = 0
+    for part in parts:
+        some.append(part)
+        characters += sum(map(len, part.texts))
+        if len(some) == _CHUNK or characters >= _CHUNK_CHARACTERS:
+            yield some
+            some, characters = [], 0
+    if some:
+        yield some
+
+
+def _batch(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Part]) -> pa.RecordBatch:
+    columns = {"rendered": pa.array([part.rendered for part in parts], pa.string())}
+    for i, texts in enumerate(zip(*(part.texts for part in parts), strict=True)):
+        ids = _tokenise(tokenizer, texts)
+        ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
+        columns[f"tokens{i}"] = pa.ListArray.from_arrays(ends, np.fromiter(chain.from_iterable(ids), np.int32))
+    for i, numbers in enumerate(zip(*(part.numbers for part in parts), strict=True)):
+        columns[f"number{i}"] = pa.array(np.array(numbers, np.float64))
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | tuple[int, ...]]) -> list[Sequence[int]]:
+    spelt = [text for text in texts if isinstance(text, str)]
+    read = iter(tokenizer(spelt, add_special_tokens=False, return_attention_mask=False)["input_ids"] if spelt else ())
+    return [next(read) if isinstance(text, str) else text for text in texts]
+
+
+def _mapped(batches: Iterator[pa.RecordBatch]) -> pa.Table:
+    """The batches in a file without a name, which is there as long as the table is."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder) as file:
+        first = next(batches)
+        with pa.ipc.new_file(file, first.schema) as writer:
+            for batch in chain([first], batches):
+                writer.write_batch(batch)
+        file.flush()
+        return pa.ipc.open_file(pa.py_buffer(mmap(file.fileno(), 0, access=ACCESS_READ))).read_all()
+
+
+def begun(start: str, text: str) -> str:
+    """The text with what the tokenizer puts before a text (see :func:`text_start`), where it puts something."""
+    return text if isinstance(text, Rendered) or text.startswith(start) else start + text
+
+
+def text_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the tokenizer puts before a text (BOS); empty if nothing."""
     bare, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
     place = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tokenizer.decode(whole[:place]) if place else ""

@@ -1,20 +1,21 @@
-"""Text and chats mean the same wherever rows are read; tokens are kept between runs."""
+"""Text and chats mean the same wherever rows are read; tokens of many texts are in a file."""
 
 from __future__ import annotations
 
 import json
 
 import datasets
+import pyarrow
 import pytest
 from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import cache, token_cache
+from async_rlhf.data import tokenizer as tokenizers
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import encode_texts
 from async_rlhf.system import names
 from async_rlhf.system.hub import why_nowhere
 
@@ -174,84 +175,44 @@ def test_rows_that_datasets_has_cached_need_no_hub(monkeypatch, tmp_path):
     assert why_nowhere("owner/name", "dataset") is None
 
 
-# ---------------------------------------------------------------- the cache of tokens
+# ---------------------------------------------------------------- tokens of many texts
 
 TEXTS = ["one text", "", "another: ä😀", "one text"]
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-    """The folder of the cache, which keeps even little."""
+def folder(tmp_path, monkeypatch):
+    """The folder of tokens, of which even few are in a file."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "CACHED_FROM", 1)
-    monkeypatch.setattr(token_cache, "_CHUNK", 3)
+    monkeypatch.setattr(tokenizers, "_CHUNK", 3)
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def tokenised(monkeypatch):
-    """The texts that a tokenizer has had to read."""
-    texts = []
-    real = token_cache._tokenise
-    monkeypatch.setattr(token_cache, "_tokenise", lambda t, some: texts.extend(some) or real(t, some))
-    return texts
+def expected_of(tokenizer):
+    return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
 
 
-def test_tokens_are_computed_once(kept, tokenised, tokenizer):
-    expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert tokenised == TEXTS
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert list(encode_texts(byte_tokenizer(), list(TEXTS))) == expected  # an equal tokenizer of another object
-    assert tokenised == TEXTS
-    assert len(list(kept.iterdir())) == 1
+def test_tokens_in_a_file_are_those_in_memory_and_nothing_is_left_of_it(folder, tokenizer, monkeypatch):
+    before = pyarrow.total_allocated_bytes()
+    found = encode_texts(tokenizer, TEXTS * 2000)
+    assert pyarrow.total_allocated_bytes() < before + 1000  # of 400,000
+    assert list(found) == expected_of(tokenizer) * 2000
+    assert (found[-1], found[-3]) == (expected_of(tokenizer)[3], ())
+    assert found.lengths().tolist() == [len(ids) for ids in expected_of(tokenizer)] * 2000
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(tokenizers, "_CHUNK", 10**6)
+    assert list(encode_texts(tokenizer, TEXTS * 2000)) == list(found)
+    with pytest.raises(IndexError):
+        found[8000]
 
 
-def test_whatever_changes_the_tokens_changes_the_file(kept, tokenised, tokenizer):
-    encode_texts(tokenizer, TEXTS)
-    other = byte_tokenizer()
-    other.add_tokens(["text"])
-    for count, (reader, texts) in enumerate([(other, TEXTS), (tokenizer, TEXTS[:2]), (tokenizer, ["one", " text"])], 2):
-        assert list(encode_texts(reader, texts)) == [
-            tuple(reader(t, add_special_tokens=False)["input_ids"]) for t in texts
-        ]
-        assert len(list(kept.iterdir())) == count
-    # Where one text ends and the next begins is part of it.
-    assert list(encode_texts(tokenizer, ["on", "e text"])) != list(encode_texts(tokenizer, ["one", " text"]))
+def test_where_no_file_can_be_written_tokens_are_in_memory(folder, tokenizer, caplog):
+    folder.write_text("a file where the folder should be")
+    assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert "texts: tokens are kept in memory: no file in" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["ids0", "ends0", "numbers", "meta.json"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "gone"])
-def test_a_damaged_file_is_computed_again(kept, tokenised, tokenizer, name, damage, caplog):
-    expected = list(encode_texts(tokenizer, TEXTS))
-    (folder,) = kept.iterdir()
-    file = folder / name
-    if name == "numbers":
-        file.write_bytes(b"these texts have no numbers")
-    elif damage == "gone":
-        file.unlink()
-    else:
-        raw = file.read_bytes()
-        changed = bytes([raw[0] ^ 1]) + raw[1:]
-        file.write_bytes({"cut": raw[:-5], "empty": b"", "changed": changed}[damage])
-    tokenised.clear()
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert tokenised == TEXTS
-    assert "damaged" in caplog.text
-    tokenised.clear()
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert tokenised == []
-
-
-def test_without_a_place_to_keep_them_tokens_are_computed(kept, tokenised, tokenizer, caplog):
-    kept.write_text("a file where the folder should be")
-    for _ in range(2):
-        assert len(encode_texts(tokenizer, TEXTS)) == 4
-    assert tokenised == TEXTS * 2
-    assert "could not be written" in caplog.text
-
-
-def test_little_is_not_kept(kept, tokenizer, monkeypatch):
-    monkeypatch.setattr(cache, "CACHED_FROM", sum(map(len, TEXTS)) + 1)
-    encode_texts(tokenizer, TEXTS)
-    assert not kept.exists()
+def test_few_tokens_are_in_memory(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizers, "_CHUNK", len(TEXTS))
+    assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert not folder.exists()
