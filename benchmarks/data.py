@@ -1,7 +1,7 @@
-"""What data sets larger than memory cost: the start, the fingerprint, and the memory.
+"""What data sets larger than memory cost: the first start, a later one, the fingerprint, and the memory of each.
 
-Writes a file of that many prompts (or demonstrations, pairs, rated rows), reads it in a process of its own, and with
---held-out in another one that holds out a fifth, and prints a line for each.
+Writes a file of that many prompts (or demonstrations, pairs, rated rows), reads it in processes of their own, with an
+empty cache and with a full one, and prints a line for each.
 
     python benchmarks/data.py --rows 5000000 --folder /somewhere/with/space
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
-    """With the file, and what is computed of it, in this folder."""
+    """With the file and the cache in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{options.kind}-{options.rows}-{options.words}.jsonl"
     if options.measure is not None:
@@ -44,9 +44,9 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         return
     if not path.exists():
         _write(path, options.kind, options.rows, options.words)
-    print(f"{options.rows} {options.kind}, {path.stat().st_size / 1e6:.0f} MB")
+    print(f"{options.rows} {options.kind}, {path.stat().st_size / 1e6:.0f} MB, cache in {folder / 'cache'}")
     environment = {**os.environ, "ASYNC_RLHF_CACHE": str(folder / "cache")}
-    for start in ("whole", "held-out") if options.held_out else ("whole",):
+    for start in ("first", "cached", *(["held-out"] * 2 if options.held_out else [])):
         program = [sys.executable, *sys.argv, "--folder", str(folder), "--measure", start]
         done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout)
@@ -59,7 +59,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--words", type=int, default=12, help="of each text")
     parser.add_argument("--kind", choices=KINDS, default="prompts")
     parser.add_argument("--held-out", action="store_true", help="measure with a fifth held out, too")
-    parser.add_argument("--folder", help="for the file; by default one that is removed at the end")
+    parser.add_argument("--folder", help="for the file and the cache; by default one that is removed at the end")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     return parse(parser, rows=100)
 

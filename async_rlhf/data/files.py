@@ -63,7 +63,8 @@ class JsonLines(RowView):
                 starts.append(start)
                 if len(starts) % 10_000 == 0:
                     progress(end)
-        self._starts = np.array([*starts, end])
+        starts.append(end)
+        self._starts = np.frombuffer(starts, np.int64)
 
     def __reduce__(self) -> Any:
         return JsonLines, (self._path, self._key)

@@ -4,30 +4,36 @@ A prompt and its response are always encoded separately: at sampling time the re
 alone, so training must have the same boundary. A prompt of plain text begins as the tokenizer begins a text (BOS), a
 chat as its template writes it.
 
-Data sets are encoded once, when a command starts. A fast tokenizer itself spreads a list of texts over the cores. The
-tokens of large data sets are in a file that is mapped and ends with the process: memory holds only what is in use, and
-no tokens of other data, of another template or of another tokenizer can be taken for them.
+Data sets are encoded when a command starts. A fast tokenizer itself spreads a list of texts over the cores. The tokens
+of large data sets are in files that are mapped: memory holds only what is in use, and other ranks and later starts find
+them. A file is named by a hash of its texts, as rendered, and of the tokenizer, so it is never one of other data.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import chain
-from mmap import ACCESS_READ, mmap
-from tempfile import TemporaryFile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import tokenizers
+import transformers
+import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from async_rlhf.config import ConfigError
+from async_rlhf.data.checksums import digest_of
 from async_rlhf.models.chats import ChatTemplate
-from async_rlhf.system.files import cache_folder
+from async_rlhf.system.files import cache_folder, whole_file
 from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import Sample
 
@@ -38,8 +44,10 @@ PAD = "<|padding|>"
 TEXT = "query_reference_response"
 """The column with a query and its response in one text."""
 _CHUNK, _CHUNK_CHARACTERS = 10_000, 2_000_000
-"""Most rows, and about so many characters, that are tokenised at once: what a tokenizer returns of a text takes some
-fifty times its memory."""
+"""Most rows, and about so many characters, that are tokenised at once and are in one file: what a tokenizer returns
+of a text takes some fifty times its memory."""
+_HEAD = 64
+"""Bytes before the batch in a file: its checksum, and as many as its alignment takes."""
 
 # Spaces are separate from words, and identifiers are split at underscores and capitals. A word is then the same token
 # in `parse_args`, `parseArgs` and "parse the arguments", so even a tiny model learns to copy it from name to text.
@@ -146,16 +154,16 @@ def encode_parts(
 
     Args:
         tokenizer: any.
-        rows: at least one. Large ones are read one after the other.
+        rows: at least one. They are read once, one after the other.
         read: what to keep of a row, whose number counts from 1. Every row has as many texts and numbers as the first.
         label: the rows' name on the progress bar.
     """
-    return _encode(tokenizer, lambda: (read(row, n) for n, row in enumerate(rows, 1)), len(rows), label)
+    return _encode(tokenizer, (read(row, number) for number, row in enumerate(rows, 1)), len(rows), label)
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
     """Token ids of each text, without special tokens."""
-    return _encode(tokenizer, lambda: (Part((text,)) for text in texts), len(texts), "texts").tokens[0] if texts else []
+    return _encode(tokenizer, (Part((text,)) for text in texts), len(texts), "texts").tokens[0] if texts else []
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
@@ -164,31 +172,54 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
     return encode_texts(tokenizer, [begun(start, text) for text in texts])
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, parts: Callable[[], Iterable[Part]], count: int, label: str) -> Encoded:
-    """Parts in memory if they are tokenised at once, else in a file."""
+def _encode(tokenizer: PreTrainedTokenizerBase, parts: Iterable[Part], count: int, label: str) -> Encoded:
+    chunks = _split(parts)
+    first = next(chunks)
+    is_small = len(first) == count
+    make = partial(_batch, tokenizer) if is_small else partial(_kept, tokenizer, _state(tokenizer))
+    batches, done = [], 0
+    with progress_bar(f"{label}: tokenising", count, shown=not is_small) as progress:
+        for batch in map(make, chain([first], chunks)):
+            batches.append(batch)
+            done += len(batch)
+            progress(done)
+    table = pa.Table.from_batches(batches)
+    tokens = tuple(TokenRows(table[name]) for name in table.column_names if name.startswith("tokens"))
+    numbers = tuple(table[name].to_numpy() for name in table.column_names if name.startswith("number"))
+    return Encoded(tokens, numbers, table["rendered"])
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        done = 0
-        with progress_bar(f"{label}: tokenising", count) as progress:
-            for some in _split(parts()):
-                yield _batch(tokenizer, some)
-                done += len(some)
-                progress(done)
 
-    first = next(_split(parts()))
-    if len(first) == count:
-        table = pa.Table.from_batches([_batch(tokenizer, first)])
-    else:
-        try:
-            table = _mapped(batches())
-        except OSError as error:
-            logger.warning("%s: tokens are kept in memory: no file in %s: %s", label, cache_folder(), error)
-            table = pa.Table.from_batches(batches())
-    return Encoded(
-        tuple(TokenRows(table[f"tokens{i}"]) for i in range(len(first[0].texts))),
-        tuple(table[f"number{i}"].to_numpy() for i in range(len(first[0].numbers))),
-        table["rendered"],
-    )
+def _kept(tokenizer: PreTrainedTokenizerBase, state: str, parts: Sequence[Part]) -> pa.RecordBatch:
+    """A batch of tokens from its file, or computed now and put there."""
+    path = cache_folder() / f"tokens-{digest_of(f'{state} {parts!r}')}.arrow"
+    if (found := _mapped(path)) is not None:
+        return found
+    batch, sink = _batch(tokenizer, parts), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    raw = sink.getvalue()
+    try:
+        with whole_file(path) as file:
+            file.buffer.write(xxhash.xxh3_128_digest(raw).ljust(_HEAD, b"\0"))
+            file.buffer.write(raw)
+    except OSError as error:
+        logger.warning("the cache file %s could not be written: %s", path, error)
+        return batch
+    found = _mapped(path)
+    return batch if found is None else found
+
+
+def _mapped(path: Path) -> pa.RecordBatch | None:
+    """The batch in a file, which stays there; None if there is none. One that is damaged is warned of."""
+    if not path.exists():
+        return None
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        head = file.read(_HEAD)
+        if head.startswith(hashlib.file_digest(file, xxhash.xxh3_128).digest()):
+            with pa.memory_map(str(path)) as mapped:  # which is closed: a process may have few open files
+                return pa.ipc.open_file(mapped.read_buffer()[_HEAD:]).get_batch(0)
+    logger.warning("the cache file %s is damaged; it is made again", path)
+    return None
 
 
 def _split(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -221,17 +252,12 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | tuple[in
     return [next(read) if isinstance(text, str) else text for text in texts]
 
 
-def _mapped(batches: Iterator[pa.RecordBatch]) -> pa.Table:
-    """The batches in a file without a name, which is there as long as the table is."""
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=folder) as file:
-        first = next(batches)
-        with pa.ipc.new_file(file, first.schema) as writer:
-            for batch in chain([first], batches):
-                writer.write_batch(batch)
-        file.flush()
-        return pa.ipc.open_file(pa.py_buffer(mmap(file.fileno(), 0, access=ACCESS_READ))).read_all()
+def _state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that the tokens of a text depend on. A slow tokenizer is identified by its vocabulary and its class."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    parts = [type(tokenizer), words, sorted(tokenizer.special_tokens_map.items())]
+    return digest_of(f"{parts} {transformers.__version__} {tokenizers.__version__} {Path(__file__).read_bytes()!r}")
 
 
 def begun(start: str, text: str) -> str:

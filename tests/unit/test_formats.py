@@ -1,10 +1,12 @@
-"""Text and chats mean the same wherever rows are read; tokens of many texts are in a file."""
+"""Text and chats mean the same wherever rows are read; tokens are kept between runs."""
 
 from __future__ import annotations
 
 import json
+import os
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 from huggingface_hub import HfApi
@@ -175,14 +177,14 @@ def test_rows_that_datasets_has_cached_need_no_hub(monkeypatch, tmp_path):
     assert why_nowhere("owner/name", "dataset") is None
 
 
-# ---------------------------------------------------------------- tokens of many texts
+# ---------------------------------------------------------------- the cache of tokens
 
 TEXTS = ["one text", "", "another: ä😀", "one text"]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of tokens, of which even few are in a file."""
+    """The folder of the cache, which keeps even few tokens."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tokenizers, "_CHUNK", 3)
     return tmp_path / "cache"
@@ -192,24 +194,97 @@ def expected_of(tokenizer):
     return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
 
 
-def test_tokens_in_a_file_are_those_in_memory_and_nothing_is_left_of_it(folder, tokenizer, monkeypatch):
-    before = pyarrow.total_allocated_bytes()
-    found = encode_texts(tokenizer, TEXTS * 2000)
-    assert pyarrow.total_allocated_bytes() < before + 1000  # of 400,000
-    assert list(found) == expected_of(tokenizer) * 2000
+@pytest.fixture
+def tokenised(monkeypatch):
+    """The texts that a tokenizer has had to read."""
+    texts = []
+    real = tokenizers._tokenise
+    monkeypatch.setattr(tokenizers, "_tokenise", lambda t, some: texts.extend(some) or real(t, some))
+    return texts
+
+
+def test_tokens_are_computed_once(folder, tokenised, tokenizer):
+    """Also for another data set that begins alike."""
+    for reader in (tokenizer, byte_tokenizer()):  # an equal tokenizer of another object
+        assert list(encode_texts(reader, TEXTS)) == expected_of(tokenizer)
+        assert tokenised == TEXTS
+    assert list(encode_texts(tokenizer, [*TEXTS, "new"]))[:4] == expected_of(tokenizer)
+    assert tokenised == [*TEXTS, TEXTS[3], "new"]
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_tokens_in_files_are_those_in_memory(folder, tokenizer, monkeypatch):
+    before, files = pyarrow.total_allocated_bytes(), len(os.listdir("/proc/self/fd"))
+    found = encode_texts(tokenizer, TEXTS * 200)
+    assert pyarrow.total_allocated_bytes() < before + 1000  # of 40,000
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert list(found) == expected_of(tokenizer) * 200
     assert (found[-1], found[-3]) == (expected_of(tokenizer)[3], ())
-    assert found.lengths().tolist() == [len(ids) for ids in expected_of(tokenizer)] * 2000
-    assert list(folder.iterdir()) == []
-    monkeypatch.setattr(tokenizers, "_CHUNK", 10**6)
-    assert list(encode_texts(tokenizer, TEXTS * 2000)) == list(found)
+    assert found.lengths().tolist() == [len(ids) for ids in expected_of(tokenizer)] * 200
     with pytest.raises(IndexError):
-        found[8000]
+        found[800]
+    monkeypatch.setattr(tokenizers, "_CHUNK", 10**6)
+    assert list(encode_texts(tokenizer, TEXTS * 200)) == list(found)
 
 
-def test_where_no_file_can_be_written_tokens_are_in_memory(folder, tokenizer, caplog):
+def test_whatever_changes_the_tokens_changes_the_file(folder, tokenizer):
+    encode_texts(tokenizer, TEXTS)
+    other = byte_tokenizer()
+    other.add_tokens(["text"])
+    more = [(other, TEXTS), (tokenizer, [f"{text}." for text in TEXTS]), (tokenizer, list("abcd"))]
+    for count, (reader, texts) in enumerate(more, 2):
+        found = [tuple(reader(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        assert list(encode_texts(reader, texts)) == found
+        assert len(list(folder.iterdir())) == 2 * count
+    # Where one text ends and the next begins is part of it.
+    pieces = [["on", "e text", "", ""], ["one", " text", "", ""]]
+    assert list(encode_texts(tokenizer, pieces[0])) != list(encode_texts(tokenizer, pieces[1]))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "gone", "a folder", "other tokens"])
+def test_a_damaged_file_is_computed_again(folder, tokenised, tokenizer, damage, caplog):
+    expected = list(encode_texts(tokenizer, TEXTS))
+    for file in folder.iterdir():
+        raw = file.read_bytes()
+        file.unlink()
+        if damage == "a folder":
+            file.mkdir()
+        elif damage == "other tokens":
+            file.write_bytes(raw.replace(np.array(expected[0], np.int32).tobytes(), bytes(4 * len(expected[0]))))
+        elif damage != "gone":
+            file.write_bytes({"cut": raw[:-5], "empty": b"", "changed": bytes([raw[0] ^ 1]) + raw[1:]}[damage])
+    tokenised.clear()
+    assert list(encode_texts(tokenizer, TEXTS)) == expected
+    assert tokenised == TEXTS
+    assert ("is damaged; it is made again" in caplog.text) == (damage != "gone")
+    tokenised.clear()
+    assert list(encode_texts(tokenizer, TEXTS)) == expected
+    assert (tokenised == []) == (damage != "a folder")
+
+
+def test_one_bit_anywhere_in_a_file_changes_no_token(folder, tokenizer, caplog):
+    expected = list(encode_texts(tokenizer, TEXTS[:3] * 2))
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for position in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[position] ^= 32
+        file.write_bytes(changed)
+        caplog.clear()
+        assert list(encode_texts(tokenizer, TEXTS[:3] * 2)) == expected
+        assert ("damaged" in caplog.text) == (not 16 <= position < 64)  # nothing is there
+        if 16 <= position < 64:
+            file.unlink()
+        else:
+            assert file.read_bytes() == whole
+
+
+def test_without_a_place_to_keep_them_tokens_are_computed(folder, tokenised, tokenizer, caplog):
     folder.write_text("a file where the folder should be")
-    assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
-    assert "texts: tokens are kept in memory: no file in" in caplog.text
+    for _ in range(2):
+        assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert tokenised == TEXTS * 2
+    assert "could not be written" in caplog.text
 
 
 def test_few_tokens_are_in_memory(folder, tokenizer, monkeypatch):
