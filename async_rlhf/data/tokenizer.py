@@ -158,12 +158,15 @@ def encode_parts(
         read: what to keep of a row, whose number counts from 1. Every row has as many texts and numbers as the first.
         label: the rows' name on the progress bar.
     """
-    return _encode(tokenizer, (read(row, number) for number, row in enumerate(rows, 1)), len(rows), label)
+    parts = (read(row, number) for number, row in enumerate(rows, 1))
+    return _encode(tokenizer, parts, len(rows), label, are_kept=True)
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
     """Token ids of each text, without special tokens."""
-    return _encode(tokenizer, (Part((text,)) for text in texts), len(texts), "texts").tokens[0] if texts else []
+    if not texts:
+        return []
+    return _encode(tokenizer, (Part((text,)) for text in texts), len(texts), "texts", are_kept=False).tokens[0]
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
@@ -172,11 +175,16 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
     return encode_texts(tokenizer, [begun(start, text) for text in texts])
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, parts: Iterable[Part], count: int, label: str) -> Encoded:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, parts: Iterable[Part], count: int, label: str, are_kept: bool
+) -> Encoded:
+    """Parts of which there are so many; ``are_kept`` says whether they are of a data set that is read again."""
     chunks = _split(parts)
     first = next(chunks)
     is_small = len(first) == count
-    make = partial(_batch, tokenizer) if is_small else partial(_kept, tokenizer, _state(tokenizer))
+    make = partial(_batch, tokenizer)
+    if are_kept and not is_small:
+        make = partial(_kept, tokenizer, _state(tokenizer))
     batches, done = [], 0
     with progress_bar(f"{label}: tokenising", count, shown=not is_small) as progress:
         for batch in map(make, chain([first], chunks)):

@@ -17,7 +17,7 @@ from async_rlhf.data import tokenizer as tokenizers
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.data.tokenizer import encode_texts
+from async_rlhf.data.tokenizer import Part, encode_parts, encode_texts
 from async_rlhf.system import names
 from async_rlhf.system.hub import why_nowhere
 
@@ -190,6 +190,11 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def encode(tokenizer, texts):
+    """As the texts of a data set."""
+    return encode_parts(tokenizer, texts, lambda text, _: Part((text,)), "data").tokens[0]
+
+
 def expected_of(tokenizer):
     return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
 
@@ -206,16 +211,16 @@ def tokenised(monkeypatch):
 def test_tokens_are_computed_once(folder, tokenised, tokenizer):
     """Also for another data set that begins alike."""
     for reader in (tokenizer, byte_tokenizer()):  # an equal tokenizer of another object
-        assert list(encode_texts(reader, TEXTS)) == expected_of(tokenizer)
+        assert list(encode(reader, TEXTS)) == expected_of(tokenizer)
         assert tokenised == TEXTS
-    assert list(encode_texts(tokenizer, [*TEXTS, "new"]))[:4] == expected_of(tokenizer)
+    assert list(encode(tokenizer, [*TEXTS, "new"]))[:4] == expected_of(tokenizer)
     assert tokenised == [*TEXTS, TEXTS[3], "new"]
     assert len(list(folder.iterdir())) == 3
 
 
 def test_tokens_in_files_are_those_in_memory(folder, tokenizer, monkeypatch):
     before, files = pyarrow.total_allocated_bytes(), len(os.listdir("/proc/self/fd"))
-    found = encode_texts(tokenizer, TEXTS * 200)
+    found = encode(tokenizer, TEXTS * 200)
     assert pyarrow.total_allocated_bytes() < before + 1000  # of 40,000
     assert len(os.listdir("/proc/self/fd")) == files
     assert list(found) == expected_of(tokenizer) * 200
@@ -224,26 +229,26 @@ def test_tokens_in_files_are_those_in_memory(folder, tokenizer, monkeypatch):
     with pytest.raises(IndexError):
         found[800]
     monkeypatch.setattr(tokenizers, "_CHUNK", 10**6)
-    assert list(encode_texts(tokenizer, TEXTS * 200)) == list(found)
+    assert list(encode(tokenizer, TEXTS * 200)) == list(found)
 
 
 def test_whatever_changes_the_tokens_changes_the_file(folder, tokenizer):
-    encode_texts(tokenizer, TEXTS)
+    encode(tokenizer, TEXTS)
     other = byte_tokenizer()
     other.add_tokens(["text"])
     more = [(other, TEXTS), (tokenizer, [f"{text}." for text in TEXTS]), (tokenizer, list("abcd"))]
     for count, (reader, texts) in enumerate(more, 2):
         found = [tuple(reader(text, add_special_tokens=False)["input_ids"]) for text in texts]
-        assert list(encode_texts(reader, texts)) == found
+        assert list(encode(reader, texts)) == found
         assert len(list(folder.iterdir())) == 2 * count
     # Where one text ends and the next begins is part of it.
     pieces = [["on", "e text", "", ""], ["one", " text", "", ""]]
-    assert list(encode_texts(tokenizer, pieces[0])) != list(encode_texts(tokenizer, pieces[1]))
+    assert list(encode(tokenizer, pieces[0])) != list(encode(tokenizer, pieces[1]))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "changed", "gone", "a folder", "other tokens"])
 def test_a_damaged_file_is_computed_again(folder, tokenised, tokenizer, damage, caplog):
-    expected = list(encode_texts(tokenizer, TEXTS))
+    expected = list(encode(tokenizer, TEXTS))
     for file in folder.iterdir():
         raw = file.read_bytes()
         file.unlink()
@@ -254,16 +259,16 @@ def test_a_damaged_file_is_computed_again(folder, tokenised, tokenizer, damage, 
         elif damage != "gone":
             file.write_bytes({"cut": raw[:-5], "empty": b"", "changed": bytes([raw[0] ^ 1]) + raw[1:]}[damage])
     tokenised.clear()
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
+    assert list(encode(tokenizer, TEXTS)) == expected
     assert tokenised == TEXTS
     assert ("is damaged; it is made again" in caplog.text) == (damage != "gone")
     tokenised.clear()
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
+    assert list(encode(tokenizer, TEXTS)) == expected
     assert (tokenised == []) == (damage != "a folder")
 
 
 def test_one_bit_anywhere_in_a_file_changes_no_token(folder, tokenizer, caplog):
-    expected = list(encode_texts(tokenizer, TEXTS[:3] * 2))
+    expected = list(encode(tokenizer, TEXTS[:3] * 2))
     (file,) = folder.iterdir()
     whole = file.read_bytes()
     for position in range(0, len(whole), 7):
@@ -271,7 +276,7 @@ def test_one_bit_anywhere_in_a_file_changes_no_token(folder, tokenizer, caplog):
         changed[position] ^= 32
         file.write_bytes(changed)
         caplog.clear()
-        assert list(encode_texts(tokenizer, TEXTS[:3] * 2)) == expected
+        assert list(encode(tokenizer, TEXTS[:3] * 2)) == expected
         assert ("damaged" in caplog.text) == (not 16 <= position < 64)  # nothing is there
         if 16 <= position < 64:
             file.unlink()
@@ -282,12 +287,18 @@ def test_one_bit_anywhere_in_a_file_changes_no_token(folder, tokenizer, caplog):
 def test_without_a_place_to_keep_them_tokens_are_computed(folder, tokenised, tokenizer, caplog):
     folder.write_text("a file where the folder should be")
     for _ in range(2):
-        assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+        assert list(encode(tokenizer, TEXTS)) == expected_of(tokenizer)
     assert tokenised == TEXTS * 2
     assert "could not be written" in caplog.text
 
 
+def test_tokens_of_what_is_sampled_are_not_kept(folder, tokenizer):
+    assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert list(encode_texts(tokenizer, [])) == []
+    assert not folder.exists()
+
+
 def test_few_tokens_are_in_memory(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizers, "_CHUNK", len(TEXTS))
-    assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert list(encode(tokenizer, TEXTS)) == expected_of(tokenizer)
     assert not folder.exists()
