@@ -326,7 +326,7 @@ def first_words(rows: Rows, words: int, key: str) -> Rows:
     counts = np.fromiter(
         (_count_words(row, words, f"{key}: row {number}") for number, row in enumerate(rows, start=1)), np.int32
     )
-    if (longest := counts.max()) <= words:
+    if (longest := counts.max(initial=0)) <= words:
         raise ConfigError(f"prompt_words: got {words}; no text of {key} has more words (the longest has {longest})")
     kept = np.flatnonzero(counts > words)
     if dropped := len(rows) - len(kept):

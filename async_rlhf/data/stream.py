@@ -124,9 +124,9 @@ class PromptStream:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
-            return np.arange(len(self), dtype=index_type(len(self)))
+            return np.arange(len(self), dtype=self._kept.dtype)
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
-        return order.astype(index_type(len(self)))
+        return order.astype(self._kept.dtype)
 
 
 class SharedPrompts:
