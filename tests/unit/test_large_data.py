@@ -8,6 +8,8 @@ import math
 import os
 import pickle
 import random
+import subprocess
+import sys
 import time
 import tracemalloc
 from itertools import chain, islice
@@ -241,6 +243,39 @@ def test_a_template_that_writes_the_time_is_rendered_once(tmp_path, monkeypatch)
         assert texts[-1].endswith("[user]chat 0\n[a]")
         assert dated.decode(stream.prompt(0).tokens) == texts[-1]
     assert texts[0] != texts[1]
+
+
+PROGRAM = """
+import sys
+from tiny import byte_tokenizer
+from async_rlhf.data import tokenizer as tokenizers
+from async_rlhf.data.loading import load_rows
+from async_rlhf.data.stream import PromptStream
+tokenizers._CHUNK = 100
+tokenizer = byte_tokenizer()
+print("ready", flush=True)
+sys.stdin.readline()
+stream = PromptStream(load_rows(sys.argv[1]), tokenizer)
+print(stream.fingerprint(), stream.prompt(5).tokens)
+"""
+
+
+@pytest.mark.rare
+def test_processes_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path, tokenizer, large):
+    rows = [{"query": f"row {i}"} for i in range(3000)]
+    path = written(tmp_path / "rows.jsonl", rows)
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [subprocess.Popen([sys.executable, "-c", PROGRAM, path], env=environment, **options) for _ in range(3)]
+    for process in started:
+        assert process.stdout.readline() == "ready\n"
+    ended = [(process.stdin.write("\n"), process.stdin.flush()) for process in started]
+    ended = [process.communicate() for process in started]
+    assert len([*large.iterdir()]) == 30
+    assert all(not file.name.startswith(".") for file in large.iterdir())
+    stream = PromptStream(rows, tokenizer)
+    assert [out for out, _ in ended] == [f"{stream.fingerprint()} {stream.prompt(5).tokens}\n"] * 3, ended
+    assert all("Traceback" not in err and "damaged" not in err for _, err in ended)
 
 
 # ---------------------------------------------------------------- prompts
