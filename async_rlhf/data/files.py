@@ -107,7 +107,7 @@ def each_row(path: Path, key: str, numbers: Sequence[str] = ()) -> Iterator[Row]
 
 def _whole(lines: Iterable[bytes], path: Path, key: str) -> list[Row] | None:
     """The rows of a file that is one array or one object; None if there is one on each line."""
-    text = "".join(line for _, line in _text_of(lines, path, key))
+    text = "".join(_text_of(lines, path, key))
     try:
         found = _DECODER.decode(text) if text.strip() else []
     except ValueError as error:  # also a duplicate key, or a number with more digits than Python reads
@@ -130,7 +130,7 @@ def _whole(lines: Iterable[bytes], path: Path, key: str) -> list[Row] | None:
 
 def _csv_rows(lines: Iterable[bytes], path: Path, key: str, numbers: Sequence[str], delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_CELL)
-    reader = csv.reader((line for _, line in _text_of(lines, path, key)), strict=True, delimiter=delimiter)
+    reader = csv.reader(_text_of(lines, path, key), strict=True, delimiter=delimiter)
     start = 1
     try:
         names = next(reader, [])
@@ -161,9 +161,9 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _text_of(lines: Iterable[bytes], path: Path, key: str) -> Iterator[tuple[int, str]]:
-    """Each line, counted from 1, as text."""
-    return ((number, _decoded(raw, number, path, key)) for number, raw in enumerate(lines, start=1))
+def _text_of(lines: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+    """Each line as text."""
+    return (_decoded(raw, number, path, key) for number, raw in enumerate(lines, start=1))
 
 
 def _each_line(lines: Iterable[bytes], path: Path, key: str) -> Iterator[tuple[dict[str, Any], int, int]]:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +39,7 @@ from async_rlhf.types import Sample
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 EOS = "<|endoftext|>"
 PAD = "<|padding|>"
 TEXT = "query_reference_response"
@@ -145,10 +146,7 @@ class Encoded(NamedTuple):
 
 
 def encode_parts(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Mapping[str, Any]],
-    read: Callable[[Mapping[str, Any], int], Part],
-    label: str,
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[T], read: Callable[[T, int], Part], label: str, keep: bool = True
 ) -> Encoded:
     """What is read of each row, its texts as tokens without special tokens.
 
@@ -157,36 +155,16 @@ def encode_parts(
         rows: at least one. They are read once, one after the other.
         read: what to keep of a row, whose number counts from 1. Every row has as many texts and numbers as the first.
         label: the rows' name on the progress bar.
+        keep: keep tokens for a later start, if they are many.
     """
-    parts = (read(row, number) for number, row in enumerate(rows, 1))
-    return _encode(tokenizer, parts, len(rows), label, are_kept=True)
-
-
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
-    """Token ids of each text, without special tokens."""
-    if not texts:
-        return []
-    return _encode(tokenizer, (Part((text,)) for text in texts), len(texts), "texts", are_kept=False).tokens[0]
-
-
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
-    """Token ids of each text, which begins as the tokenizer begins a text unless it is :class:`Rendered`."""
-    start = text_start(tokenizer)
-    return encode_texts(tokenizer, [begun(start, text) for text in texts])
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, parts: Iterable[Part], count: int, label: str, are_kept: bool
-) -> Encoded:
-    """Parts of which there are so many; ``are_kept`` says whether they are of a data set that is read again."""
-    chunks = _split(parts)
+    chunks = _split(read(row, number) for number, row in enumerate(rows, 1))
     first = next(chunks)
-    is_small = len(first) == count
+    is_small = len(first) == len(rows)
     make = partial(_batch, tokenizer)
-    if are_kept and not is_small:
+    if keep and not is_small:
         make = partial(_kept, tokenizer, _state(tokenizer))
     batches, done = [], 0
-    with progress_bar(f"{label}: tokenising", count, shown=not is_small) as progress:
+    with progress_bar(f"{label}: tokenising", len(rows), shown=not is_small) as progress:
         for batch in map(make, chain([first], chunks)):
             batches.append(batch)
             done += len(batch)
@@ -195,6 +173,17 @@ def _encode(
     tokens = tuple(TokenRows(table[name]) for name in table.column_names if name.startswith("tokens"))
     numbers = tuple(table[name].to_numpy() for name in table.column_names if name.startswith("number"))
     return Encoded(tokens, numbers, table["rendered"])
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
+    """Token ids of each text, without special tokens."""
+    return encode_parts(tokenizer, texts, lambda text, _: Part((text,)), "texts", keep=False).tokens[0] if texts else []
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
+    """Token ids of each text, which begins as the tokenizer begins a text unless it is :class:`Rendered`."""
+    start = text_start(tokenizer)
+    return encode_texts(tokenizer, [begun(start, text) for text in texts])
 
 
 def _kept(tokenizer: PreTrainedTokenizerBase, state: str, parts: Sequence[Part]) -> pa.RecordBatch:
