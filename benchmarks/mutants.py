@@ -79,7 +79,7 @@ TESTS = {
     "rewards.numeric": "unit/test_rewards.py",
     "tasks.docstrings.reward": "unit/test_docstring_reward.py",
     "data.files": "unit/test_large_data.py",
-    "data.cache": "unit/test_large_data.py",
+    "data.checksums": "unit/test_stages.py",
 }
 """What pytest is told for each module, with files below tests/. Where the files take minutes: their quick tests."""
 EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())

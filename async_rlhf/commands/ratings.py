@@ -25,7 +25,6 @@ from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.commands.training import weighted_rows
 from async_rlhf.config import PairsConfig
 from async_rlhf.config.base import require
-from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import demonstration_parts, first_words
 from async_rlhf.data.held_out import held_out_names
 from async_rlhf.data.loading import Rows, load_rows
@@ -83,7 +82,6 @@ def encode_ratings(rows: Rows, chat: ChatTemplate, field: str, longest: int, key
         lambda row: EncodedRating(encoded.make(row).tokens, float(ratings[row])), encoded.rows, encoded.lengths
     )
     kept.ratings = ratings[kept.rows]
-    forget(ratings)
     return kept, dropped
 
 

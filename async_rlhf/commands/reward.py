@@ -28,12 +28,10 @@ from async_rlhf.commands.training import Task, run_stage, weighted_rows
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import SCORE
-from async_rlhf.data.cache import forget, kept_array
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.loading import Rows, columns_of, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
-from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.data.tokenizer import begun, strip_end
+from async_rlhf.data.tokenizer import Part, begun, encode_parts, strip_end, text_start
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import add_adapters
@@ -197,32 +195,26 @@ def encode_pairs(
         ConfigError: a row is not a pair, or no pair is left.
     """
     reader, end = RowReader(chat.tokenizer, key, chat=chat), (chat.end,)
+    start = text_start(chat.tokenizer)
 
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, *sides = reader.preference(row, number)
         ended = tuple(row.get(f"{side}_finish_reason") != "length" for side in ("chosen", "rejected"))
-        return Part((begun(chat.tokenizer, prompt), *(strip_end(chat, text) for text in sides)), ended)
+        return Part((begun(start, prompt), *(strip_end(chat, text) for text in sides)), ended)
 
-    encoded = encode_parts(chat.tokenizer, rows, f"preferences{chat.name}", read, key)
-    prompts, *sides = encoded.tokens
+    (prompts, *sides), numbers, _ = encode_parts(chat.tokenizer, rows, read, key)
+    ended = [number.astype(np.int8) for number in numbers]
 
     def pair(number: int) -> EncodedPair:
-        ended, prompt = encoded.numbers[number], prompts[number]
-        both = zip(sides, ended, strict=True)
-        return EncodedPair(*(prompt + side[number] + end * int(has_ended) for side, has_ended in both))
+        prompt, both = prompts[number], zip(sides, ended, strict=True)
+        return EncodedPair(*(prompt + side[number] + end * int(has_ended[number]) for side, has_ended in both))
 
-    lengths = [prompts.lengths() + side.lengths() for side in sides]
-    lengths = [each + ended.astype(np.int32) for each, ended in zip(lengths, encoded.numbers.T, strict=True)]
-    forget(encoded.numbers)
-
-    def apart() -> np.ndarray:
-        found = lengths[0] != lengths[1]
-        for number in np.flatnonzero(~found):  # only tokens of equal number can be the same
-            one = pair(int(number))
-            found[number] = one.chosen != one.rejected
-        return found
-
-    different = kept_array("ties", encoded.key, np.bool_, apart)
+    both = zip(sides, ended, strict=True)
+    lengths = [prompts.lengths() + side.lengths() + has_ended for side, has_ended in both]
+    different = lengths[0] != lengths[1]
+    for number in np.flatnonzero(~different).tolist():  # only tokens of equal number can be the same
+        one = pair(number)
+        different[number] = one.chosen != one.rejected
     longer = np.maximum(*lengths)
     kept = Examples.of(pair, longer, different & (np.minimum(*lengths) > 0) & (longer <= longest))
     if not kept:

@@ -20,13 +20,11 @@ from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import ChatConfig
 from async_rlhf.config.stages import StageConfig
-from async_rlhf.data.cache import forget
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.templates import read_template, template_file, use_template
-from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.data.tokenizer import begun, train_tokenizer
+from async_rlhf.data.tokenizer import Part, begun, encode_parts, text_start, train_tokenizer
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models.adapters import add_adapters
@@ -140,23 +138,21 @@ def encode_rows(
     """
     tokenizer = chat.tokenizer
     reader, least = RowReader(tokenizer, key, chat=chat), 1 if may_be_cut else 2
+    start = text_start(tokenizer)
 
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, response, learnt, end = reader.turns(row, number, last)
         ended = not may_be_cut or row.get("finish_reason") != "length"
-        return Part((begun(tokenizer, prompt), response, learnt), (prompt == "", ended, end))
+        return Part((begun(start, prompt), response, learnt), (prompt == "", ended, end))
 
-    what = ("rated rows" if may_be_cut else "demonstrations") + chat.name + ("" if last else " with all answers")
-    encoded = encode_parts(tokenizer, rows, what, read, key)
-    bare = np.flatnonzero(encoded.numbers[:, 0])
+    (prompts, responses, marks), (is_bare, has_end, end_ids), _ = encode_parts(tokenizer, rows, read, key)
+    bare = np.flatnonzero(is_bare)
     if completion_only and len(bare) > 0:
         raise ConfigError(
             f"completion_only: got True, and row {bare[0] + 1} of {key} has no prompt (`query`, or `prompt` "
             "with `completion`, or `messages`); set completion_only false to train on whole texts, or prompt_words"
         )
-    prompts, responses, marks = encoded.tokens
-    ended, ends = encoded.numbers[:, 1].astype(np.int8), encoded.numbers[:, 2].astype(np.int32)
-    forget(encoded.numbers)
+    ended, ends = has_end.astype(np.int8), end_ids.astype(np.int32)
     if completion_only and (several := int(np.count_nonzero(marks.lengths()))):
         logger.info("%s: %d of %d chats have several answers; all of them are trained on", key, several, len(ended))
     lengths = prompts.lengths() + responses.lengths() + ended

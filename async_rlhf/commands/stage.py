@@ -19,7 +19,7 @@ from async_rlhf.config.base import decides_result, dotted, with_new_keys, withou
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.config.spelling import kept
-from async_rlhf.data import cache
+from async_rlhf.data import checksums
 from async_rlhf.system.files import whole_folder, write_file
 from async_rlhf.system.lock import InUseError, hold
 
@@ -255,13 +255,13 @@ def fingerprint(source: str) -> str:
         return _function_fingerprint(source)
     path = Path(source).expanduser()
     if path.is_file():
-        return cache.checksum_of([path], path.parent, named=False)
+        return checksums.checksum_of([path], path.parent, named=False)
     if not path.is_dir():
         return source
     if (path / "config.json").is_file():
-        return cache.checksum_of({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
+        return checksums.checksum_of({file for pattern in _MODEL_FILES for file in path.glob(pattern)}, path)
     files = [file for file in path.rglob("*") if not file.name.startswith((".", "cache-"))]
-    return cache.checksum_of(files, path)
+    return checksums.checksum_of(files, path)
 
 
 def _function_fingerprint(name: str) -> str:
@@ -273,7 +273,7 @@ def _function_fingerprint(name: str) -> str:
     if file is None or not file.is_file():
         return name
     files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
-    return f"{name.strip()[len(wanted.place) + 1 :]} in {cache.checksum_of(files, file.parent)}"
+    return f"{name.strip()[len(wanted.place) + 1 :]} in {checksums.checksum_of(files, file.parent)}"
 
 
 def _module_file(module: str) -> Path | None:

@@ -281,7 +281,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         if not is_pydantic_dataclass(type(self)):  # a user's own, by the decorator of the standard library
-            _checked(type(self))(**{item.name: getattr(self, item.name) for item in fields_of(type(self))})
+            kind: Any = type(self)
+            _checked(kind)(**{item.name: getattr(self, item.name) for item in fields_of(type(self))})
             return
         for item in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, item.name)

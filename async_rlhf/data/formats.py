@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,10 +18,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, lacks, load_rows
 from async_rlhf.data.tokenizer import TEXT, Rendered, split_text, strip_end
-from async_rlhf.data.views import RowView, fingerprint_of
+from async_rlhf.data.views import Row, Selected
 from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat, require_unicode
 
 logger = logging.getLogger(__name__)
@@ -325,47 +323,22 @@ def first_words(rows: Rows, words: int, key: str) -> Rows:
     Raises:
         ConfigError: a row has no text or another prompt, or no text has more words.
     """
-    cut = _FirstWords(rows, words)
-
-    def long_enough() -> np.ndarray:
-        found, longest = array("q"), 0
-        for number, row in enumerate(rows, start=1):
-            count = _count_words(row, words, f"{key}: row {number}")
-            longest = max(longest, count)
-            if count > words:
-                found.append(number - 1)
-        if not found:
-            right = f"no text of {key} has more words (the longest has {longest})"
-            raise ConfigError(f"prompt_words: got {words}; {right}")
-        return np.frombuffer(found, np.int64)
-
-    kept = kept_array("first-words", cut.fingerprint, np.int64, long_enough)
-    if len(kept) < len(rows):
-        dropped = len(rows) - len(kept)
+    counts = np.fromiter(
+        (_count_words(row, words, f"{key}: row {number}") for number, row in enumerate(rows, start=1)), np.int32
+    )
+    if (longest := counts.max(initial=0)) <= words:
+        raise ConfigError(f"prompt_words: got {words}; no text of {key} has more words (the longest has {longest})")
+    kept = np.flatnonzero(counts > words)
+    if dropped := len(rows) - len(kept):
         logger.warning("%s: dropped %d of %d texts: no more than %d words", key, dropped, len(rows), words)
-    made = cut.select(kept)
-    return list(made) if cut.fingerprint is None else made
 
-
-class _FirstWords(RowView):
-    """All rows, with the first words of each; see :func:`first_words`."""
-
-    def __init__(self, rows: Rows, words: int) -> None:
-        self._rows, self._words = rows, words
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def fingerprint(self) -> str | None:
-        base = fingerprint_of(self._rows)
-        return None if base is None else f"first {self._words} words, {code_of('formats.py')}, of {base}"
-
-    def _item(self, number: int) -> dict[str, Any]:
-        row = self._rows[number]
-        text, ends = row["text"], list(islice(re.finditer(r"\S+", row["text"]), self._words))
+    def cut(row: Row) -> Row:
+        text, ends = row["text"], list(islice(re.finditer(r"\S+", row["text"]), words))
         rest = {name: value for name, value in row.items() if name != "text"}
         return {**rest, "query": text[: ends[-1].end()], TEXT: text}
+
+    made = Selected(rows, kept, cut)
+    return list(made) if isinstance(rows, list) else made
 
 
 def _count_words(row: Mapping[str, Any], most: int, place: str) -> int:

@@ -9,10 +9,8 @@ import numpy as np
 import xxhash
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.formats import MESSAGES, identity, prompt_identity, prompt_of
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.views import fingerprint_of
 
 
 def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = None) -> tuple[Rows, Rows]:
@@ -39,10 +37,7 @@ def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = N
             else:
                 yield prompt_identity(row.get(MESSAGES) or prompt_of(row, prompt_field), place)
 
-    of = fingerprint_of(rows)
-    name = None if of is None else f"{of} {prompt_field} {code_of('formats.py', '../models/chats.py', 'held_out.py')}"
-    hashes = kept_array("identities", name, np.uint64, lambda: np.fromiter(map(_hash, identities()), np.uint64))
-    held = _lowest(hashes, fraction, key)
+    held = _lowest(np.fromiter(map(_hash, identities()), np.uint64), fraction, key)
     return _take(rows, np.flatnonzero(~held)), _take(rows, np.flatnonzero(held))
 
 

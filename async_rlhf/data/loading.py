@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.cache import checksum_of
+from async_rlhf.data.checksums import checksum_of
 from async_rlhf.data.files import read_file
-from async_rlhf.data.views import RowView, joined
+from async_rlhf.data.views import Joined
 from async_rlhf.system.names import TEXT_FILES, find_data
 
 Rows = Sequence[Mapping[str, Any]]
@@ -79,8 +79,6 @@ def columns_of(row: Mapping[str, Any]) -> str:
 
 def has_all(rows: object, column: str) -> bool:
     """Whether it is known without reading the rows that all have a value in a column."""
-    if isinstance(rows, RowView):
-        return rows.has_all(column)
     table: Any = getattr(rows, "data", None)  # of datasets.Dataset
     return column in getattr(table, "column_names", ()) and table.column(column).null_count == 0
 
@@ -105,7 +103,7 @@ def _load(path: Path, source: str, split: str, key: str, numbers: Sequence[str])
             builder = load_dataset_builder(str(path))
             named = builder.config.data_files or {}
             if type(builder).__module__.rpartition(".")[2] in ("json", "csv"):
-                return joined([read_file(Path(file), key, numbers) for file in _split_of(named, split, source, key)])
+                return Joined([read_file(Path(file), key, numbers) for file in _split_of(named, split, source, key)])
             loaded = load_dataset(str(path), **_by_content([Path(file) for files in named.values() for file in files]))
         else:
             name, _, config = source.partition(":")

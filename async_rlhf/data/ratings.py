@@ -12,9 +12,7 @@ import numpy as np
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import shown
-from async_rlhf.data.cache import code_of, kept_array
 from async_rlhf.data.loading import Rows, lacks
-from async_rlhf.data.views import fingerprint_of
 
 _ROUNDING = 1e-9
 _LARGEST = 1e30
@@ -39,9 +37,7 @@ def read_ratings(rows: Rows, field: str, key: str) -> np.ndarray:
         ConfigError: a rating is missing or is no finite number.
     """
     found = (_rating(row, f"{key}: row {number}", field) for number, row in enumerate(rows, 1))
-    base = fingerprint_of(rows)
-    of = None if base is None else f"{base} {field!r} {code_of('ratings.py')}"
-    return kept_array("ratings", of, np.float64, lambda: np.fromiter(found, np.float64))
+    return np.fromiter(found, np.float64)
 
 
 def _rating(row: Mapping[str, Any], place: str, field: str) -> float:

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import compress, count
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,10 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import cache
-from async_rlhf.data.formats import RowReader, check_prompts, other_column, prompt_of
+from async_rlhf.data.formats import RowReader, check_prompts, other_column
 from async_rlhf.data.loading import Rows
-from async_rlhf.data.token_cache import Part, encode_parts
-from async_rlhf.data.tokenizer import begun
+from async_rlhf.data.tokenizer import Part, Rendered, begun, encode_parts, text_start
+from async_rlhf.data.views import index_type
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.chats import ChatTemplate, Schemas
 from async_rlhf.types import Prompt
@@ -66,23 +66,21 @@ class PromptStream:
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
         check_prompts(rows, prompt_field, key)
-        reader = RowReader(tokenizer, key, tools, chat)
+        reader, start = RowReader(tokenizer, key, tools, chat), text_start(tokenizer)
 
         def read(row: Mapping[str, Any], number: int) -> Part:
-            place = f"{key}: {(other_column(row, prompt_field) or prompt_field)!r} of row {number}"
-            return Part((begun(tokenizer, reader.prompt(prompt_of(row, prompt_field), place, row)),))
+            column = other_column(row, prompt_field) or prompt_field
+            prompt = reader.prompt(row.get(column), f"{key}: {column!r} of row {number}", row)
+            return Part((begun(start, prompt),), rendered=prompt if isinstance(prompt, Rendered) else None)
 
         self.rows = rows
         self.seed = seed
         self.shuffle = shuffle
         self._reader = reader
         self._field = prompt_field
-        self._longest = max_length
-        what = f"prompts in {prompt_field!r}{reader.template.name}"
-        self._encoded = encode_parts(tokenizer, rows, what, read, key)
-        (self._tokens,) = self._encoded.tokens
+        (self._tokens,), _, self._rendered = encode_parts(tokenizer, rows, read, key)
         lengths = self._tokens.lengths()
-        self._kept = np.flatnonzero((lengths > 0) & (lengths <= max_length)).astype(_index_type(len(rows)))
+        self._kept = np.flatnonzero((lengths > 0) & (lengths <= max_length)).astype(index_type(len(rows)))
         self.dropped = len(rows) - len(self._kept)
         if len(self._kept) == 0:
             raise ConfigError(
@@ -99,21 +97,11 @@ class PromptStream:
 
     def fingerprint(self) -> str:
         """A checksum of the prompts' tokens and of all columns, in row order."""
-        if self._encoded.key is None:
-            return self._checksum()
-        of = f"{self._encoded.key} {self._longest}"
-        name = f"prompts-{cache.digest_of(of)}"
-        kept = cache.find(name, of) or cache.keep(name, of, lambda _: {"checksum": self._checksum()})
-        return self._checksum() if kept is None else str(kept.meta["checksum"])
-
-    def _checksum(self) -> str:
-        digest, kept = xxhash.xxh3_128(), iter(self._kept)
-        wanted = next(kept, None)
-        for number, (row, tokens) in enumerate(zip(self.rows, self._tokens, strict=True)):  # in order: that is fast
-            if number == wanted:
-                text = f"{number} {tokens} {_COLUMNS.encode(dict(row))}"
-                digest.update(text.encode(errors="backslashreplace"))
-                wanted = next(kept, None)
+        digest, is_kept = xxhash.xxh3_128(), np.zeros(len(self.rows), dtype=bool)
+        is_kept[self._kept] = True
+        for number, row, tokens in compress(zip(count(), self.rows, self._tokens), is_kept):  # in order: that is fast
+            text = f"{number} {tokens} {_COLUMNS.encode(dict(row))}"
+            digest.update(text.encode(errors="backslashreplace"))
         return digest.hexdigest()
 
     def prompt(self, draw: int) -> Prompt:
@@ -121,12 +109,13 @@ class PromptStream:
         epoch, position = divmod(draw, len(self))
         row = int(self._kept[self._order(epoch)[position]])
         columns: dict[str, Any] = dict(self.rows[row])
-        value, column = prompt_of(columns, self._field), other_column(columns, self._field)
-        if column is not None:
-            del columns[column]
-        place = f"{self._field!r} of row {row + 1}"
-        columns[self._field] = self._reader.prompt(value, place, columns)
-        messages = self._reader.messages(value, place, columns)
+        column = None if columns.get(self._field) is not None else "prompt"  # every row has one of the two
+        value = columns[self._field] if column is None else columns.pop(column)
+        messages = None
+        if (rendered := self._rendered[row].as_py()) is not None:
+            messages = self._reader.messages(value, f"{self._field!r} of row {row + 1}", columns)
+            value = Rendered(rendered)
+        columns[self._field] = value
         return Prompt(draw, row, self._tokens[row], columns, messages, column)
 
     def batch(self, index: int, size: int) -> Sequence[Prompt]:
@@ -135,14 +124,9 @@ class PromptStream:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
-            return np.arange(len(self), dtype=_index_type(len(self)))
+            return np.arange(len(self), dtype=self._kept.dtype)
         order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self))
-        return order.astype(_index_type(len(self)))
-
-
-def _index_type(count: int) -> type[np.signedinteger[Any]]:
-    """The smaller type that holds numbers below the count."""
-    return np.int32 if count < 2**31 else np.int64
+        return order.astype(self._kept.dtype)
 
 
 class SharedPrompts:

@@ -3,26 +3,52 @@
 A prompt and its response are always encoded separately: at sampling time the response follows a prompt that was encoded
 alone, so training must have the same boundary. A prompt of plain text begins as the tokenizer begins a text (BOS), a
 chat as its template writes it.
+
+Data sets are encoded when a command starts. A fast tokenizer itself spreads a list of texts over the cores. The tokens
+of large data sets are in files that are mapped: memory holds only what is in use, and other ranks and later starts find
+them. A file is named by a hash of its texts, as rendered, and of the tokenizer, so it is never one of other data.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tokenizers
+import transformers
+import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.checksums import digest_of
 from async_rlhf.models.chats import ChatTemplate
+from async_rlhf.system.files import cache_folder, whole_file
+from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import Sample
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 EOS = "<|endoftext|>"
 PAD = "<|padding|>"
 TEXT = "query_reference_response"
 """The column with a query and its response in one text."""
+_CHUNK, _CHUNK_CHARACTERS = 10_000, 2_000_000
+"""Most rows, and about so many characters, that are tokenised at once and are in one file: what a tokenizer returns
+of a text takes some fifty times its memory."""
+_HEAD = 64
+"""Bytes before the batch in a file: its checksum, and as many as its alignment takes."""
 
 # Spaces are separate from words, and identifiers are split at underscores and capitals. A word is then the same token
 # in `parse_args`, `parseArgs` and "parse the arguments", so even a tiny model learns to copy it from name to text.
@@ -76,20 +102,168 @@ class Rendered(str):
     __slots__ = ()
 
 
+class Part(NamedTuple):
+    """What is kept of a row."""
+
+    texts: tuple[str | tuple[int, ...], ...]
+    """Each is tokenised alone; tokens are taken as they are."""
+    numbers: tuple[float, ...] = ()
+    """Whatever else is to be known of the row."""
+    rendered: str | None = None
+    """The text of a chat, if it is to be kept."""
+
+
+class TokenRows(Sequence[tuple[int, ...]]):
+    """Token ids of many texts.
+
+    Args:
+        column: lists of int32.
+    """
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._column = column
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, number: Any) -> Any:
+        return tuple(self._column[number].values.to_numpy().tolist())
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each text, int32."""
+        return pc.list_value_length(self._column).to_numpy()
+
+
+class Encoded(NamedTuple):
+    """What is kept of every row of a data set."""
+
+    tokens: tuple[TokenRows, ...]
+    """For each text of a row."""
+    numbers: tuple[np.ndarray, ...]
+    """float64, for each number of a row."""
+    rendered: pa.ChunkedArray
+    """Strings or null."""
+
+
+def encode_parts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[T], read: Callable[[T, int], Part], label: str, keep: bool = True
+) -> Encoded:
+    """What is read of each row, its texts as tokens without special tokens.
+
+    Args:
+        tokenizer: any.
+        rows: at least one. They are read once, one after the other.
+        read: what to keep of a row, whose number counts from 1. Every row has as many texts and numbers as the first.
+        label: the rows' name on the progress bar.
+        keep: keep tokens for a later start, if they are many.
+    """
+    chunks = _split(read(row, number) for number, row in enumerate(rows, 1))
+    first = next(chunks)
+    is_small = len(first) == len(rows)
+    make = partial(_batch, tokenizer)
+    if keep and not is_small:
+        make = partial(_kept, tokenizer, _state(tokenizer))
+    batches, done = [], 0
+    with progress_bar(f"{label}: tokenising", len(rows), shown=not is_small) as progress:
+        for batch in map(make, chain([first], chunks)):
+            batches.append(batch)
+            done += len(batch)
+            progress(done)
+    table = pa.Table.from_batches(batches)
+    tokens = tuple(TokenRows(table[name]) for name in table.column_names if name.startswith("tokens"))
+    numbers = tuple(table[name].to_numpy() for name in table.column_names if name.startswith("number"))
+    return Encoded(tokens, numbers, table["rendered"])
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
+    """Token ids of each text, without special tokens."""
+    return encode_parts(tokenizer, texts, lambda text, _: Part((text,)), "texts", keep=False).tokens[0] if texts else []
+
+
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
     """Token ids of each text, which begins as the tokenizer begins a text unless it is :class:`Rendered`."""
-    return encode_texts(tokenizer, [begun(tokenizer, text) for text in texts])
+    start = text_start(tokenizer)
+    return encode_texts(tokenizer, [begun(start, text) for text in texts])
 
 
-def begun(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text with what the tokenizer puts before a text (BOS), where it puts something."""
-    if isinstance(text, Rendered):
-        return text
-    start = _start(tokenizer)
-    return text if text.startswith(start) else start + text
+def _kept(tokenizer: PreTrainedTokenizerBase, state: str, parts: Sequence[Part]) -> pa.RecordBatch:
+    """A batch of tokens from its file, or computed now and put there."""
+    path = cache_folder() / f"tokens-{digest_of(f'{state} {parts!r}')}.arrow"
+    if (found := _mapped(path)) is not None:
+        return found
+    batch, sink = _batch(tokenizer, parts), pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    raw = sink.getvalue()
+    try:
+        with whole_file(path) as file:
+            file.buffer.write(xxhash.xxh3_128_digest(raw).ljust(_HEAD, b"\0"))
+            file.buffer.write(raw)
+    except OSError as error:
+        logger.warning("the cache file %s could not be written: %s", path, error)
+        return batch
+    found = _mapped(path)
+    return batch if found is None else found
 
 
-def _start(tokenizer: PreTrainedTokenizerBase) -> str:
+def _mapped(path: Path) -> pa.RecordBatch | None:
+    """The batch in a file, which stays there; None if there is none. One that is damaged is warned of."""
+    if not path.exists():
+        return None
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        head = file.read(_HEAD)
+        if head.startswith(hashlib.file_digest(file, xxhash.xxh3_128).digest()):
+            with pa.memory_map(str(path)) as mapped:  # which is closed: a process may have few open files
+                return pa.ipc.open_file(mapped.read_buffer()[_HEAD:]).get_batch(0)
+    logger.warning("the cache file %s is damaged; it is made again", path)
+    return None
+
+
+def _split(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    some: list[Part] = []
+    characters = 0
+    for part in parts:
+        some.append(part)
+        characters += sum(map(len, part.texts))
+        if len(some) == _CHUNK or characters >= _CHUNK_CHARACTERS:
+            yield some
+            some, characters = [], 0
+    if some:
+        yield some
+
+
+def _batch(tokenizer: PreTrainedTokenizerBase, parts: Sequence[Part]) -> pa.RecordBatch:
+    columns = {"rendered": pa.array([part.rendered for part in parts], pa.string())}
+    for i, texts in enumerate(zip(*(part.texts for part in parts), strict=True)):
+        ids = _tokenise(tokenizer, texts)
+        ends = np.cumsum([0, *map(len, ids)], dtype=np.int32)
+        columns[f"tokens{i}"] = pa.ListArray.from_arrays(ends, np.fromiter(chain.from_iterable(ids), np.int32))
+    for i, numbers in enumerate(zip(*(part.numbers for part in parts), strict=True)):
+        columns[f"number{i}"] = pa.array(np.array(numbers, np.float64))
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | tuple[int, ...]]) -> list[Sequence[int]]:
+    spelt = [text for text in texts if isinstance(text, str)]
+    read = iter(tokenizer(spelt, add_special_tokens=False, return_attention_mask=False)["input_ids"] if spelt else ())
+    return [next(read) if isinstance(text, str) else text for text in texts]
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that the tokens of a text depend on. A slow tokenizer is identified by its vocabulary and its class."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    parts = [type(tokenizer), words, sorted(tokenizer.special_tokens_map.items())]
+    return digest_of(f"{parts} {transformers.__version__} {tokenizers.__version__} {Path(__file__).read_bytes()!r}")
+
+
+def begun(start: str, text: str) -> str:
+    """The text with what the tokenizer puts before a text (see :func:`text_start`), where it puts something."""
+    return text if isinstance(text, Rendered) or text.startswith(start) else start + text
+
+
+def text_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What the tokenizer puts before a text (BOS); empty if nothing."""
     bare, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
     place = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
     return tokenizer.decode(whole[:place]) if place else ""

@@ -14,7 +14,7 @@ from async_rlhf import KLConfig
 from async_rlhf.run.trainer import OnlineTrainer
 
 PACKAGE = str(Path(async_rlhf.__file__).parent)
-FILES = 37
+FILES = 34
 """At most; a batch that a reader follows enters each of them."""
 
 

@@ -8,9 +8,10 @@ import json
 import pandas
 import pytest
 from datasets import Dataset, DatasetDict
+from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import cache
+from async_rlhf.data import files
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 
@@ -65,8 +66,7 @@ def without_null(value):
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("rows", [TEXTS, TYPED, ROWS])
 def test_values_and_their_types_do_not_depend_on_the_kind_of_file(tmp_path, rows, on_disk, monkeypatch):
-    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "CACHED_FROM", 1 if on_disk else 10**9)
+    monkeypatch.setattr(files, "LARGE", 1 if on_disk else 10**9)
     (tmp_path / "data").mkdir()
     for name in write_all(tmp_path / "data", rows):
         loaded = load_rows(str(tmp_path / "data" / name))
@@ -155,6 +155,24 @@ def test_each_epoch_is_a_permutation_and_every_draw_is_repeatable(tokenizer):
     assert [PromptStream(ROWS, tokenizer, shuffle=False).prompt(i).row for i in range(9)] == [*range(7), 0, 1]
     assert stream.prompt(0).columns == ROWS[epochs[0][0]]
     assert tokenizer.decode(stream.prompt(0).tokens) == ROWS[epochs[0][0]]["query"]
+
+
+def test_identity_and_order_are_those_of_earlier_versions():
+    """A run resumes only with the fingerprint that its checkpoint has. These are values of November 2026."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    rows = [{"query": f"def f{i}(): ä"[: 10 + i], "label": i, "more": [{"b": i / 3, "a": None}]} for i in range(7)]
+    chats = [[{"role": "user", "content": f"chat {i}"}, {"role": "assistant", "content": "x"}] for i in range(2)]
+    rows += [{"query": chat, "label": 0.1} for chat in chats]
+    rows += [{"prompt": "x" * 50}, {"prompt": "other column", "tools": None}]
+    stream = PromptStream(rows, tokenizer, seed=5)
+    assert stream.fingerprint() == "5539bbb0167a0177bfb6cf8739a8a4a6"
+    assert [stream.prompt(i).row for i in range(12)] == [7, 10, 4, 5, 9, 6, 3, 0, 8, 2, 1, 6]
+    stream = PromptStream(rows, tokenizer, seed=5, max_length=20)
+    assert stream.fingerprint() == "3cd165b02454602277f4938edb2d2842"
+    assert [stream.prompt(i).row for i in range(12)] == [4, 6, 10, 8, 5, 3, 7, 0, 2, 1, 6, 3]
 
 
 def test_prompts_over_the_limit_are_left_out_of_every_epoch(tokenizer):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 
 import datasets
+import numpy as np
+import pyarrow
 import pytest
 from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data import cache, token_cache
+from async_rlhf.data import tokenizer as tokenizers
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.data.token_cache import encode_texts
+from async_rlhf.data.tokenizer import Part, encode_parts, encode_texts
 from async_rlhf.system import names
 from async_rlhf.system.hub import why_nowhere
 
@@ -180,78 +183,122 @@ TEXTS = ["one text", "", "another: ä😀", "one text"]
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-    """The folder of the cache, which keeps even little."""
+def folder(tmp_path, monkeypatch):
+    """The folder of the cache, which keeps even few tokens."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "CACHED_FROM", 1)
-    monkeypatch.setattr(token_cache, "_CHUNK", 3)
+    monkeypatch.setattr(tokenizers, "_CHUNK", 3)
     return tmp_path / "cache"
+
+
+def encode(tokenizer, texts):
+    """As the texts of a data set."""
+    return encode_parts(tokenizer, texts, lambda text, _: Part((text,)), "data").tokens[0]
+
+
+def expected_of(tokenizer):
+    return [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
 
 
 @pytest.fixture
 def tokenised(monkeypatch):
     """The texts that a tokenizer has had to read."""
     texts = []
-    real = token_cache._tokenise
-    monkeypatch.setattr(token_cache, "_tokenise", lambda t, some: texts.extend(some) or real(t, some))
+    real = tokenizers._tokenise
+    monkeypatch.setattr(tokenizers, "_tokenise", lambda t, some: texts.extend(some) or real(t, some))
     return texts
 
 
-def test_tokens_are_computed_once(kept, tokenised, tokenizer):
-    expected = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert tokenised == TEXTS
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert list(encode_texts(byte_tokenizer(), list(TEXTS))) == expected  # an equal tokenizer of another object
-    assert tokenised == TEXTS
-    assert len(list(kept.iterdir())) == 1
+def test_tokens_are_computed_once(folder, tokenised, tokenizer):
+    """Also for another data set that begins alike."""
+    for reader in (tokenizer, byte_tokenizer()):  # an equal tokenizer of another object
+        assert list(encode(reader, TEXTS)) == expected_of(tokenizer)
+        assert tokenised == TEXTS
+    assert list(encode(tokenizer, [*TEXTS, "new"]))[:4] == expected_of(tokenizer)
+    assert tokenised == [*TEXTS, TEXTS[3], "new"]
+    assert len(list(folder.iterdir())) == 3
 
 
-def test_whatever_changes_the_tokens_changes_the_file(kept, tokenised, tokenizer):
-    encode_texts(tokenizer, TEXTS)
+def test_tokens_in_files_are_those_in_memory(folder, tokenizer, monkeypatch):
+    before, files = pyarrow.total_allocated_bytes(), len(os.listdir("/proc/self/fd"))
+    found = encode(tokenizer, TEXTS * 200)
+    assert pyarrow.total_allocated_bytes() < before + 1000  # of 40,000
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert list(found) == expected_of(tokenizer) * 200
+    assert (found[-1], found[-3]) == (expected_of(tokenizer)[3], ())
+    assert found.lengths().tolist() == [len(ids) for ids in expected_of(tokenizer)] * 200
+    with pytest.raises(IndexError):
+        found[800]
+    monkeypatch.setattr(tokenizers, "_CHUNK", 10**6)
+    assert list(encode(tokenizer, TEXTS * 200)) == list(found)
+
+
+def test_whatever_changes_the_tokens_changes_the_file(folder, tokenizer):
+    encode(tokenizer, TEXTS)
     other = byte_tokenizer()
     other.add_tokens(["text"])
-    for count, (reader, texts) in enumerate([(other, TEXTS), (tokenizer, TEXTS[:2]), (tokenizer, ["one", " text"])], 2):
-        assert list(encode_texts(reader, texts)) == [
-            tuple(reader(t, add_special_tokens=False)["input_ids"]) for t in texts
-        ]
-        assert len(list(kept.iterdir())) == count
+    more = [(other, TEXTS), (tokenizer, [f"{text}." for text in TEXTS]), (tokenizer, list("abcd"))]
+    for count, (reader, texts) in enumerate(more, 2):
+        found = [tuple(reader(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        assert list(encode(reader, texts)) == found
+        assert len(list(folder.iterdir())) == 2 * count
     # Where one text ends and the next begins is part of it.
-    assert list(encode_texts(tokenizer, ["on", "e text"])) != list(encode_texts(tokenizer, ["one", " text"]))
+    pieces = [["on", "e text", "", ""], ["one", " text", "", ""]]
+    assert list(encode(tokenizer, pieces[0])) != list(encode(tokenizer, pieces[1]))
 
 
-@pytest.mark.parametrize("name", ["ids0", "ends0", "numbers", "meta.json"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "gone"])
-def test_a_damaged_file_is_computed_again(kept, tokenised, tokenizer, name, damage, caplog):
-    expected = list(encode_texts(tokenizer, TEXTS))
-    (folder,) = kept.iterdir()
-    file = folder / name
-    if name == "numbers":
-        file.write_bytes(b"these texts have no numbers")
-    elif damage == "gone":
-        file.unlink()
-    else:
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "gone", "a folder", "other tokens"])
+def test_a_damaged_file_is_computed_again(folder, tokenised, tokenizer, damage, caplog):
+    expected = list(encode(tokenizer, TEXTS))
+    for file in folder.iterdir():
         raw = file.read_bytes()
-        changed = bytes([raw[0] ^ 1]) + raw[1:]
-        file.write_bytes({"cut": raw[:-5], "empty": b"", "changed": changed}[damage])
+        file.unlink()
+        if damage == "a folder":
+            file.mkdir()
+        elif damage == "other tokens":
+            file.write_bytes(raw.replace(np.array(expected[0], np.int32).tobytes(), bytes(4 * len(expected[0]))))
+        elif damage != "gone":
+            file.write_bytes({"cut": raw[:-5], "empty": b"", "changed": bytes([raw[0] ^ 1]) + raw[1:]}[damage])
     tokenised.clear()
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
+    assert list(encode(tokenizer, TEXTS)) == expected
     assert tokenised == TEXTS
-    assert "damaged" in caplog.text
+    assert ("is damaged; it is made again" in caplog.text) == (damage != "gone")
     tokenised.clear()
-    assert list(encode_texts(tokenizer, TEXTS)) == expected
-    assert tokenised == []
+    assert list(encode(tokenizer, TEXTS)) == expected
+    assert (tokenised == []) == (damage != "a folder")
 
 
-def test_without_a_place_to_keep_them_tokens_are_computed(kept, tokenised, tokenizer, caplog):
-    kept.write_text("a file where the folder should be")
+def test_one_bit_anywhere_in_a_file_changes_no_token(folder, tokenizer, caplog):
+    expected = list(encode(tokenizer, TEXTS[:3] * 2))
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    for position in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[position] ^= 32
+        file.write_bytes(changed)
+        caplog.clear()
+        assert list(encode(tokenizer, TEXTS[:3] * 2)) == expected
+        assert ("damaged" in caplog.text) == (not 16 <= position < 64)  # nothing is there
+        if 16 <= position < 64:
+            file.unlink()
+        else:
+            assert file.read_bytes() == whole
+
+
+def test_without_a_place_to_keep_them_tokens_are_computed(folder, tokenised, tokenizer, caplog):
+    folder.write_text("a file where the folder should be")
     for _ in range(2):
-        assert len(encode_texts(tokenizer, TEXTS)) == 4
+        assert list(encode(tokenizer, TEXTS)) == expected_of(tokenizer)
     assert tokenised == TEXTS * 2
     assert "could not be written" in caplog.text
 
 
-def test_little_is_not_kept(kept, tokenizer, monkeypatch):
-    monkeypatch.setattr(cache, "CACHED_FROM", sum(map(len, TEXTS)) + 1)
-    encode_texts(tokenizer, TEXTS)
-    assert not kept.exists()
+def test_tokens_of_what_is_sampled_are_not_kept(folder, tokenizer):
+    assert list(encode_texts(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert list(encode_texts(tokenizer, [])) == []
+    assert not folder.exists()
+
+
+def test_few_tokens_are_in_memory(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizers, "_CHUNK", len(TEXTS))
+    assert list(encode(tokenizer, TEXTS)) == expected_of(tokenizer)
+    assert not folder.exists()

@@ -1,4 +1,4 @@
-"""Data sets that stay on disk give the prompts, examples and errors that rows in memory give, and are read once."""
+"""Data sets that stay on disk give the prompts, examples and errors that rows in memory give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pandas
+import pyarrow
 import pytest
 import torch
 import xxhash
@@ -35,10 +35,11 @@ from async_rlhf.commands.sft import encode_rows, run_sft
 from async_rlhf.commands.train import run_train
 from async_rlhf.commands.training import steps_of
 from async_rlhf.config import ConfigError, GenerateConfig, RelabelConfig, RewardConfig, SFTConfig
-from async_rlhf.data import cache, json_lines, token_cache
+from async_rlhf.data import files
+from async_rlhf.data import tokenizer as tokenizers
+from async_rlhf.data.files import JsonLines
 from async_rlhf.data.formats import RowReader, first_words, prompt_identity
 from async_rlhf.data.held_out import hold_out
-from async_rlhf.data.json_lines import JsonLines
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.ratings import read_ratings
 from async_rlhf.data.stream import PromptStream
@@ -71,12 +72,11 @@ RATED = [
 
 @pytest.fixture(autouse=True)
 def large(tmp_path, monkeypatch):
-    """Even little counts as large; the folder of the cache."""
+    """Even little counts as large; the folder of the tokens."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(cache, "CACHED_FROM", 1)
-    monkeypatch.setattr(token_cache, "_CHUNK", 17)
-    monkeypatch.setattr(json_lines, "_BLOCK", 300)
+    monkeypatch.setattr(files, "LARGE", 1)
+    monkeypatch.setattr(tokenizers, "_CHUNK", 17)
     return tmp_path / "cache"
 
 
@@ -85,24 +85,6 @@ def chatting():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
-
-
-@pytest.fixture
-def lines_read(monkeypatch):
-    """Lines that had to be parsed, at first and again."""
-    counted = {"checked": 0, "again": 0}
-    checked, again = json_lines._checked, json_lines._row
-
-    def count(name, real):
-        def read(*arguments):
-            counted[name] += 1
-            return real(*arguments)
-
-        return read
-
-    monkeypatch.setattr(json_lines, "_checked", count("checked", checked))
-    monkeypatch.setattr(json_lines, "_row", count("again", again))
-    return counted
 
 
 def written(path: Path, rows, between: str = "\n") -> str:
@@ -152,7 +134,7 @@ def test_without_a_last_line_break(tmp_path):
     (b'{"b": 1}', r"data: row 2 of '.*rows.jsonl' has no 'a'; it has 'b'"),
     (b'{"a": null}', r"data: row 2 of '.*rows.jsonl' has null as 'a'"),
 ])  # fmt: skip
-def test_mistakes_are_named_by_line_or_row_and_nothing_is_kept_of_them(line, message, tmp_path):
+def test_mistakes_are_named_by_line_or_row(line, message, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n\n' + line + b'\n{"a": 2}\n')
     for _ in range(2):
@@ -162,44 +144,14 @@ def test_mistakes_are_named_by_line_or_row_and_nothing_is_kept_of_them(line, mes
     assert [*load_rows(str(path), columns=["a"])] == [{"a": 1}]
 
 
-def test_many_columns_are_not_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "_MOST_COLUMNS", 3)
-    path = written(tmp_path / "rows.jsonl", [{"a": 1, f"b{i}": 1} for i in range(5)])
-    for _ in range(2):
-        load_rows(path, columns=["a"])
-        with pytest.raises(ConfigError, match=r"row 1 of .* has no 'c'"):
-            load_rows(path, columns=["c"])
-
-
 def test_a_small_file_is_read_into_memory(tmp_path, large, monkeypatch):
     path = written(tmp_path / "rows.jsonl", ROWS)
-    monkeypatch.setattr(cache, "CACHED_FROM", os.path.getsize(path) + 1)
+    monkeypatch.setattr(files, "LARGE", os.path.getsize(path) + 1)
     assert load_rows(path) == ROWS
     assert not large.exists()
 
 
-# ---------------------------------------------------------------- the cache
-
-
-def test_a_later_start_reads_no_row_and_no_text(tmp_path, chatting, lines_read, monkeypatch):
-    path = written(tmp_path / "rows.jsonl", ROWS)
-
-    def start():
-        rows = load_rows(path, columns=["query"])
-        training, held = hold_out(rows, 0.3, "data", "query")
-        return [PromptStream(side, chatting, prompt_field="query") for side in (training, held)]
-
-    first = start()
-    fingerprints = [stream.fingerprint() for stream in first]
-    drawn = [stream.prompt(n) for stream in first for n in range(40)]
-    assert lines_read["checked"] == len(ROWS)
-    lines_read.update(checked=0, again=0)
-    monkeypatch.setattr(token_cache, "_tokenise", lambda *_: pytest.fail("a text was tokenised"))
-    second = start()
-    assert [stream.fingerprint() for stream in second] == fingerprints
-    assert lines_read == {"checked": 0, "again": 0}
-    assert [stream.prompt(n) for stream in second for n in range(40)] == drawn
-    assert lines_read == {"checked": 0, "again": 80}
+# ---------------------------------------------------------------- files that change
 
 
 @pytest.mark.parametrize("same_time", [False, True])
@@ -277,98 +229,29 @@ def test_other_tokenizers_templates_and_columns_have_other_tokens(tmp_path, chat
     assert decode(PromptStream(rows, chatting).prompt(0).tokens) == "[user]q\n[a]"
 
 
-def test_a_template_that_writes_the_date_is_not_kept(tmp_path, tokenizer, large):
+def test_a_template_that_writes_the_time_is_rendered_once(tmp_path, monkeypatch):
+    """The text that rewards see is the one that the tokens spell; another stream has the time of its start."""
     dated = byte_tokenizer()
-    dated.chat_template = "{{ strftime_now('%Y') }}" + TEMPLATE
+    dated.chat_template = "{{ strftime_now('%f') }}" + TEMPLATE
     rows = load_rows(written(tmp_path / "rows.jsonl", ROWS))
-    assert PromptStream(rows, dated)._encoded.key is None
-    assert PromptStream(rows, dated).prompt(3) == PromptStream(ROWS, dated).prompt(3)
-
-
-@pytest.mark.parametrize("kind", ["lines-", "tokens-", "identities-", "prompts-"])
-@pytest.mark.parametrize("what", ["meta.json", "values"])
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
-def test_whatever_is_damaged_is_made_again(tmp_path, chatting, large, kind, what, damage, caplog):
-    if (kind, what) == ("prompts-", "values"):
-        pytest.skip("there are none")
-    path = written(tmp_path / "rows.jsonl", ROWS)
-
-    def start():
-        stream = PromptStream(hold_out(load_rows(path), 0.3, "data", "query")[0], chatting)
-        return stream.fingerprint(), [stream.prompt(n) for n in range(30)]
-
-    expected = start()
-    (folder,) = [folder for folder in large.iterdir() if folder.name.startswith(kind)]
-    file = next(
-        one for one in folder.iterdir() if (one.name == "meta.json") == (what == "meta.json") and one.stat().st_size
-    )
-    raw = file.read_bytes()
-    if damage == "gone":
-        file.unlink()
-    else:
-        file.write_bytes(raw[:-1] if damage == "cut" else raw[:-1] + bytes([raw[-1] ^ 1]))
-    assert start() == expected
-    assert caplog.text.count("is damaged; it is made again") == 1
-    caplog.clear()
-    assert start() == expected
-    assert "damaged" not in caplog.text
-
-
-def test_one_bit_anywhere_in_the_cache_changes_no_result(tmp_path, chatting, large, caplog):
-    path = written(tmp_path / "rows.jsonl", ROWS)
-    pairs = written(tmp_path / "pairs.jsonl", PAIRS)
-
-    def start():
-        rows = load_rows(path)
-        stream = PromptStream(hold_out(rows, 0.3, "data", "query")[0], chatting)
-        encoded, _ = encode_pairs(load_rows(pairs), ChatTemplate(chatting), 100, "data")
-        drawn = [stream.prompt(n) for n in range(30)]
-        return [*rows], rows.has_all("query"), stream.fingerprint(), drawn, [*encoded]
-
-    expected = start()
-    folders = sorted(folder.name for folder in large.iterdir())
-    assert {name.partition("-")[0] for name in folders} >= {"lines", "tokens", "identities", "prompts"}
-    for name in sorted(str(file.relative_to(large)) for file in large.rglob("*") if file.is_file()):
-        whole = (large / name).read_bytes()
-        for position in sorted({round(i * (len(whole) - 1) / 3) for i in range(4)} if whole else ()):
-            for bit in (0, 5):
-                raw = bytearray((large / name).read_bytes())
-                raw[position] ^= 1 << bit
-                (large / name).write_bytes(raw)
-                caplog.clear()
-                assert start() == expected, (name, position, bit)
-                assert caplog.text.count("is damaged; it is made again") == 1, (name, position, bit)
-                assert (large / name).read_bytes() == whole
-
-
-def test_without_a_place_for_the_cache_all_is_computed(tmp_path, chatting, large, caplog):
-    path = written(tmp_path / "rows.jsonl", ROWS)
-    expected = PromptStream(ROWS, chatting).fingerprint()
-    large.write_text("a file where the folder should be") if not large.exists() else None
-    for folder in [*large.iterdir()] if large.is_dir() else []:
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-    if large.is_dir():
-        large.rmdir()
-        large.write_text("a file where the folder should be")
+    texts = []
     for _ in range(2):
-        training, held = hold_out(load_rows(path), 0.3, "data", "query")
-        assert len(training) + len(held) == len(ROWS)
-        assert PromptStream(load_rows(path), chatting).fingerprint() == expected
-    assert "could not be written" in caplog.text
+        stream = PromptStream(rows, dated, shuffle=False)
+        with monkeypatch.context() as drawing:
+            drawing.setattr(ChatTemplate, "prompt", lambda *_: pytest.fail("rendered again"))
+            texts.append(stream.prompt(0).columns["query"])
+        assert texts[-1].endswith("[user]chat 0\n[a]")
+        assert dated.decode(stream.prompt(0).tokens) == texts[-1]
+    assert texts[0] != texts[1]
 
 
 PROGRAM = """
-import sys, time
-from safetensors.torch import load_file
-from tiny import byte_tokenizer, new_args
-from async_rlhf.data import cache, token_cache
+import sys
+from tiny import byte_tokenizer
+from async_rlhf.data import tokenizer as tokenizers
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
-from async_rlhf.models.saving import write_model
-from async_rlhf.run.config import DataConfig, RunConfig
-cache.CACHED_FROM = 1
+tokenizers._CHUNK = 100
 tokenizer = byte_tokenizer()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -388,21 +271,11 @@ def test_processes_that_make_the_same_cache_at_once_do_not_disturb_each_other(tm
         assert process.stdout.readline() == "ready\n"
     ended = [(process.stdin.write("\n"), process.stdin.flush()) for process in started]
     ended = [process.communicate() for process in started]
+    assert len([*large.iterdir()]) == 30
+    assert all(not file.name.startswith(".") for file in large.iterdir())
     stream = PromptStream(rows, tokenizer)
     assert [out for out, _ in ended] == [f"{stream.fingerprint()} {stream.prompt(5).tokens}\n"] * 3, ended
     assert all("Traceback" not in err and "damaged" not in err for _, err in ended)
-    assert all(not folder.name.startswith(".") for folder in large.iterdir())
-
-
-def test_what_a_killed_process_left_is_deleted_after_a_day(tmp_path, large):
-    for name, age in (("old", 2 * 24 * 3600), ("new", 60)):
-        folder = large / f".tokens-x.{name}.tmp"
-        folder.mkdir(parents=True)
-        (folder / "ids0").write_text("")
-        for path in (folder / "ids0", folder):
-            os.utime(path, (time.time() - age,) * 2)
-    load_rows(written(tmp_path / "rows.jsonl", ROWS))
-    assert [folder.name for folder in large.iterdir() if folder.name.startswith(".")] == [".tokens-x.new.tmp"]
 
 
 # ---------------------------------------------------------------- prompts
@@ -441,7 +314,7 @@ def test_every_container_gives_the_prompts_and_the_fingerprint_of_before(tmp_pat
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "disk"))
     Dataset.from_list([*rows[::-1], *rows]).save_to_disk(str(tmp_path / "more"))
     if kept_in == "small":
-        monkeypatch.setattr(cache, "CACHED_FROM", 1_000_000)
+        monkeypatch.undo()
     data = {
         "list": lambda: rows,
         "jsonl": lambda: load_rows(path),
@@ -458,29 +331,6 @@ def test_every_container_gives_the_prompts_and_the_fingerprint_of_before(tmp_pat
             prompt = stream.prompt(draw)
             assert (prompt.draw, prompt.row, prompt.tokens, prompt.columns) == old.prompt(draw)
         assert stream.dropped == 200 - len(old.kept) > 0
-
-
-def test_a_data_set_on_disk_is_tokenised_once_until_it_is_written_anew(tmp_path, tokenizer, monkeypatch):
-    tokenised = []
-    real = token_cache._tokenise
-    monkeypatch.setattr(token_cache, "_tokenise", lambda t, texts: tokenised.extend(texts) or real(t, texts))
-
-    def start():
-        data = load_rows(str(tmp_path / "disk"), columns=["query"])
-        assert isinstance(data, Dataset)
-        sides = hold_out(data, 0.3, "data", "query")
-        return [PromptStream(rows, tokenizer).fingerprint() for rows in (*sides, data.select(range(5, 9)), data)]
-
-    Dataset.from_list([{"query": f"q{i}"} for i in range(30)]).save_to_disk(str(tmp_path / "disk"))
-    expected = start()
-    assert len(tokenised) == 30 + 4 + 30
-    assert start() == expected
-    assert len(tokenised) == 64
-    shutil.rmtree(tmp_path / "disk")
-    Dataset.from_list([{"query": f"r{i}"} for i in range(30)]).save_to_disk(str(tmp_path / "disk"))
-    assert start() != expected
-    assert len(tokenised) == 128
-    assert all(text.startswith("r") for text in tokenised[64:])
 
 
 def test_chats_on_disk_are_drawn_as_the_policy_sees_them(tmp_path, chatting):
@@ -500,20 +350,20 @@ def test_a_prompt_that_is_none_is_named_by_its_row(tmp_path, tokenizer):
 
 
 def test_memory_hardly_grows_with_the_data(tmp_path, tokenizer, monkeypatch):
-    """Bytes of each further row: at first where its line begins, later how long it is and whether it is kept."""
-    monkeypatch.setattr(json_lines, "_BLOCK", 1 << 14)
-    monkeypatch.setattr(token_cache, "_CHUNK", 200)
+    """Bytes of each further row: where its line begins, how long it is and whether it is kept."""
+    monkeypatch.setattr(tokenizers, "_CHUNK", 300)
 
     def peaks(count: int) -> list[int]:
         rows = [{"query": f"{i:05} " * 20, "more": "x" * 200} for i in range(count)]
         path = written(tmp_path / f"{count}.jsonl", rows)
         found = []
         for _ in range(2):
+            arrays = pyarrow.total_allocated_bytes()
             tracemalloc.start()
             stream = PromptStream(load_rows(path, columns=["query"]), tokenizer, shuffle=False)
             stream.fingerprint()
             assert len(stream.batch(3, 10)) == 10
-            found.append(tracemalloc.get_traced_memory()[1])
+            found.append(tracemalloc.get_traced_memory()[1] + pyarrow.total_allocated_bytes() - arrays)
             tracemalloc.stop()
         return found
 
@@ -524,12 +374,12 @@ def test_memory_hardly_grows_with_the_data(tmp_path, tokenizer, monkeypatch):
 
 
 def test_long_texts_are_tokenised_few_at_a_time(tokenizer, monkeypatch):
-    texts = ["a" * (100 if i % 2 else 3) for i in range(20)]
+    texts = [chr(97 + i) * (100 if i % 2 else 3) for i in range(20)]
     expected = [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    sizes, tokenise = [], token_cache._tokenise
-    monkeypatch.setattr(token_cache, "_CHUNK_CHARACTERS", 200)
-    monkeypatch.setattr(token_cache, "_tokenise", lambda t, x: sizes.append(sum(map(len, x))) or tokenise(t, x))
-    assert list(token_cache.encode_texts(tokenizer, texts)) == expected
+    sizes, tokenise = [], tokenizers._tokenise
+    monkeypatch.setattr(tokenizers, "_CHUNK_CHARACTERS", 200)
+    monkeypatch.setattr(tokenizers, "_tokenise", lambda t, x: sizes.append(sum(map(len, x))) or tokenise(t, x))
+    assert list(tokenizers.encode_texts(tokenizer, texts)) == expected
     assert len(sizes) == 5
     assert max(sizes) < 200 + 100
 
@@ -567,7 +417,6 @@ def test_sides_of_sides_and_of_first_words(tmp_path):
     for _ in range(2):
         found = hold_out(hold_out(first_words(load_rows(path), 3, "x"), 0.3, "x")[0], 0.5, "x")
         assert ([*found[0]], [*found[1]]) == expected
-        assert found[0].fingerprint != found[1].fingerprint
     with pytest.raises(ConfigError, match=r"prompt_words: got 9; no text of x has more words \(the longest has 5\)"):
         first_words(load_rows(path), 9, "x")
 
@@ -585,21 +434,18 @@ def examples_of(kind, rows, tokenizer):
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("sft", RATED), ("pairs", PAIRS), ("ratings", RATED)])
-def test_examples_are_the_same_and_read_once(tmp_path, tokenizer, lines_read, kind, rows, monkeypatch):
+def test_examples_are_the_same(tmp_path, tokenizer, kind, rows, monkeypatch):
     path = written(tmp_path / "rows.jsonl", rows)
     with monkeypatch.context() as small:
-        small.setattr(cache, "CACHED_FROM", 10**9)
+        small.setattr(tokenizers, "_CHUNK", 10**9)
         examples, counts = examples_of(kind, rows, tokenizer)
         expected = [examples[i] for i in range(len(examples))]
     assert 0 < len(expected) < len(rows)
-    for start in range(2):
-        lines_read.update(checked=0, again=0)
-        found, also = examples_of(kind, load_rows(path), tokenizer)
-        assert (sum(lines_read.values()) == 0) == (start == 1)
-        assert ([*found], also) == (expected, counts)
-        lengths = [max(len(one.chosen), len(one.rejected)) if kind == "pairs" else len(one.tokens) for one in expected]
-        assert found.lengths.tolist() == lengths
-        assert (found[-1], found[3:9:2]) == (expected[-1], expected[3:9:2])
+    found, also = examples_of(kind, load_rows(path), tokenizer)
+    assert ([*found], also) == (expected, counts)
+    lengths = [max(len(one.chosen), len(one.rejected)) if kind == "pairs" else len(one.tokens) for one in expected]
+    assert found.lengths.tolist() == lengths
+    assert (found[-1], found[3:9:2]) == (expected[-1], expected[3:9:2])
 
 
 def test_examples_by_hand(tokenizer):
@@ -629,15 +475,12 @@ def test_examples_by_hand(tokenizer):
     assert dropped == len(RATED) - len(rated) > 0
 
 
-def test_ratings_of_a_file_are_checked_and_kept(tmp_path, lines_read):
-    path = written(tmp_path / "rows.jsonl", RATED)
-    for _ in range(2):
-        assert read_ratings(load_rows(path), "score", "train").tolist() == [row["score"] for row in RATED]
-    assert lines_read == {"checked": 150, "again": 150}
+def test_ratings_of_a_file_are_checked(tmp_path):
+    rows = load_rows(written(tmp_path / "rows.jsonl", RATED))
+    assert read_ratings(rows, "score", "train").tolist() == [row["score"] for row in RATED]
     bad = load_rows(written(tmp_path / "bad.jsonl", [*RATED, {"completion": "x", "score": "3"}]))
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="train: row 151: 'score' is '3', a str; must be a finite number"):
-            read_ratings(bad, "score", "train")
+    with pytest.raises(ConfigError, match="train: row 151: 'score' is '3', a str; must be a finite number"):
+        read_ratings(bad, "score", "train")
 
 
 @each([(*one, seed) for one in [(1, 3), (999, 4), (1000, 4), (451, 3)] for seed in range(4)])
@@ -659,12 +502,13 @@ def test_batches_of_similar_length_are_those_of_before(count, size, seed):
 
 @pytest.mark.parametrize("kind", ["sft", "pairs", "ratings"])
 def test_models_trained_from_disk_are_those_trained_from_memory(tmp_path, make_policy, tokenizer, monkeypatch, kind):
-    """Whole commands, with held-out rows; the second time from a full cache, bit for bit."""
+    """Whole commands, with held-out rows, bit for bit."""
     write_model(make_policy(), tokenizer, tmp_path / "base")
     path = written(tmp_path / "rows.jsonl", PAIRS if kind == "pairs" else RATED)
     results, weights = [], []
-    for number, least in enumerate((10**9, 1, 1)):
-        monkeypatch.setattr(cache, "CACHED_FROM", least)
+    for number, least in enumerate((10**9, 1)):
+        monkeypatch.setattr(files, "LARGE", least)
+        monkeypatch.setattr(tokenizers, "_CHUNK", 10**9 if number == 0 else 17)
         output = tmp_path / f"out{number}"
         options = {"output_dir": str(output), "num_epochs": 1, "eval_fraction": 0.2, "model": str(tmp_path / "base")}
         if kind == "sft":
@@ -672,10 +516,9 @@ def test_models_trained_from_disk_are_those_trained_from_memory(tmp_path, make_p
         else:
             results.append(run_reward(RewardConfig(path, max_length=10, **options)))
         weights.append(load_file(output / "model.safetensors"))
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name])
-        assert torch.equal(tensor, weights[2][name])
 
 
 def test_all_commands_that_sample_read_rows_on_disk(tmp_path, make_policy, tokenizer, monkeypatch):
@@ -689,8 +532,8 @@ def test_all_commands_that_sample_read_rows_on_disk(tmp_path, make_policy, token
     pairs = written(tmp_path / "pairs.jsonl", PAIRS[:30])
     split = {"prompt_words": 3, "eval_fraction": 0.3}
     found = []
-    for least in (10**9, 1, 1):
-        monkeypatch.setattr(cache, "CACHED_FROM", least)
+    for least in (10**9, 1):
+        monkeypatch.setattr(files, "LARGE", least)
         out = tmp_path / f"out{len(found)}"
         args = new_args(out, total_episodes=8, num_mini_batches=1, eval_steps=1, num_samples_logged=100)
         run_train(RunConfig(str(tmp_path / "base"), DataConfig(texts, **split), reward_funcs=reward, train=args))
@@ -698,21 +541,7 @@ def test_all_commands_that_sample_read_rows_on_disk(tmp_path, make_policy, token
         run_generate(GenerateConfig(output_dir=str(out / "said"), **models, **split))
         base = {"output_dir": str(out / "again"), "splits": ["train"], "reward_funcs": reward, "device": "cpu"}
         run_relabel(RelabelConfig(data=pairs, **base))
-        files = ("run/samples.jsonl", "said/a.jsonl", "again/train.jsonl")
-        found.append([(out / file).read_text() for file in files])
+        results = ("run/samples.jsonl", "said/a.jsonl", "again/train.jsonl")
+        found.append([(out / result).read_text() for result in results])
         assert all(found[-1])
-    assert found[0] == found[1] == found[2]
-
-
-def test_what_is_forgotten_is_read_again(tmp_path):
-    np.arange(1 << 22, dtype=np.int64).tofile(tmp_path / "values.bin")
-
-    def mapped() -> int:
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("RssFile:")[2].split()[0]) // 1024
-
-    for values in (np.memmap(tmp_path / "values.bin", np.int64, mode="r").reshape(-1, 2), np.arange(10)):
-        total, before = values.sum(), mapped()
-        cache.forget(values)
-        assert before - mapped() > 16 * (values.size > 10) - 1  # megabytes of 32
-        assert values.sum() == total
+    assert found[0] == found[1]

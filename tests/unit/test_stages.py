@@ -23,7 +23,7 @@ from async_rlhf.commands.sft import demonstration_rows, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
-from async_rlhf.data import cache
+from async_rlhf.data import checksums
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import load_policy, load_tokenizer
@@ -137,8 +137,8 @@ def test_a_large_input_is_read_once_until_it_changes(tmp_path, monkeypatch):
     """Also if it changes to the same size and date."""
     monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
     read = []
-    real = cache._checksum_now
-    monkeypatch.setattr(cache, "_checksum_now", lambda files, *rest: read.append(len(files)) or real(files, *rest))
+    real = checksums._checksum_now
+    monkeypatch.setattr(checksums, "_checksum_now", lambda files, *rest: read.append(len(files)) or real(files, *rest))
     source, folder = tmp_path / "rows.jsonl", tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -147,12 +147,12 @@ def test_a_large_input_is_read_once_until_it_changes(tmp_path, monkeypatch):
     small = [fingerprint(str(path)) for path in (source, folder)]
     assert not (tmp_path / "cache").exists()
 
-    monkeypatch.setattr(cache, "_LARGE", 1)
+    monkeypatch.setattr(checksums, "_LARGE", 1)
     for path in (source, folder):  # just written: not kept yet
         fingerprint(str(path))
     assert read == [1, 2] * 2
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr(cache, "_SETTLED", -1.0)
+    monkeypatch.setattr(checksums, "_SETTLED", -1.0)
     read.clear()
     for _ in range(3):
         assert [fingerprint(str(path)) for path in (source, folder)] == small
@@ -166,6 +166,23 @@ def test_a_large_input_is_read_once_until_it_changes(tmp_path, monkeypatch):
     assert all(one != other for one, other in zip(small, changed, strict=True))
     assert [fingerprint(str(path)) for path in (source, folder)] == changed
     assert read == [1, 2] * 2
+
+
+def test_a_kept_checksum_that_is_damaged_is_computed_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checksums, "_LARGE", 1)
+    monkeypatch.setattr(checksums, "_SETTLED", -1.0)
+    (tmp_path / "rows.jsonl").write_text("a")
+    expected = fingerprint(str(tmp_path / "rows.jsonl"))
+    (kept,) = (tmp_path / "cache").iterdir()
+    whole = kept.read_bytes()
+    for damaged in (b"", whole[:9], b"\xff", *(whole[:i] + b"0" + whole[i + 1 :] for i in range(len(whole) - 1))):
+        kept.write_bytes(damaged)
+        assert fingerprint(str(tmp_path / "rows.jsonl")) == expected
+        assert kept.read_bytes() == whole
+    kept.unlink()
+    kept.mkdir()
+    assert fingerprint(str(tmp_path / "rows.jsonl")) == expected
 
 
 def test_a_folder_of_others_is_never_replaced(make_stage, tmp_path):

@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rlhf.config import ConfigError, NewModelConfig
-from async_rlhf.data.token_cache import encode_texts
-from async_rlhf.data.tokenizer import decode_samples, encode_responses, split_text, train_tokenizer
+from async_rlhf.data.tokenizer import decode_samples, encode_responses, encode_texts, split_text, train_tokenizer
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.models.new import new_language_model

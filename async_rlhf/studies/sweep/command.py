@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.data import cache
+from async_rlhf.data import checksums
 from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
 from async_rlhf.studies.sweep.one_trial import POLICY, run_start, run_trial, stage_of
@@ -121,7 +121,7 @@ def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:
 def _start_name(trial: Trial) -> str:
     """The folder of a starting model's judging: its name, and a checksum of where it is."""
     model = trial.run.model
-    return f"start-{Path(model).name}-{cache.digest_of(str(Path(model).expanduser().resolve()))[:8]}"
+    return f"start-{Path(model).name}-{checksums.digest_of(str(Path(model).expanduser().resolve()))[:8]}"
 
 
 def _show(config: SweepConfig, trials: Sequence[Trial], found: Mapping[str, Results]) -> None:
