@@ -116,7 +116,39 @@ def sample() -> Iterator[str]:
             yield arrow((x - 20, 58), (x, 58))
 
 
-FIGURES = {"schedule": (schedule, 404), "loop": (loop, 284), "sample": (sample, 130)}
+WAY = {
+    "collect": ("plain", "run/loop schedule", "generation/remote dispatch process protocol", "data/stream"),
+    "check": ("sample", "generation/audit sampling"),
+    "score": ("plain", "rewards/scorer prefetch", "data/tokenizer"),
+    "annotate": (
+        "train",
+        "learner/learner",
+        "models/rows passes packing forward head",
+        "distributed/parallel collectives",
+    ),
+    "credit, update": ("train", "algorithms/grpo policy estimators", "config/policy"),
+    "publish": ("sample", "models/publish"),
+    "log": ("plain", "run/callbacks warnings", "system/trace files lock signals", "config/online"),
+}
+"""Of one batch: each step's colour, and the files of each room that it enters first. All know types.py."""
+
+
+def way() -> Iterator[str]:
+    """The way of one batch through the learner's main thread: each file that it enters, where it enters it first."""
+    for row, (step, (kind, *rooms)) in enumerate(WAY.items()):
+        y = 14 + 62 * row
+        yield box(14, y, 130, 46, kind, step)
+        for i, room in enumerate(rooms):
+            name, _, files = room.partition("/")
+            lines = files.split()
+            half = (len(lines) + 1) // 2
+            shown = [", ".join(lines)] if len(lines) < 4 else [", ".join(lines[:half]) + ",", ", ".join(lines[half:])]
+            yield box(170 + 232 * i, y, 220, 46 if len(shown) == 1 else 54, "plain", f"{name}/", *shown)
+        if row:
+            yield arrow((79, y - 16), (79, y))
+
+
+FIGURES = {"schedule": (schedule, 404), "loop": (loop, 284), "sample": (sample, 130), "way": (way, 456)}
 
 
 def drawn() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from types import FrameType
@@ -13,6 +14,7 @@ import async_rlhf
 from async_rlhf import KLConfig
 from async_rlhf.run.trainer import OnlineTrainer
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(async_rlhf.__file__).parent)
 FILES = 34
 """At most; a batch that a reader follows enters each of them."""
@@ -59,3 +61,11 @@ def test_one_batch_enters_few_files(make_policy, make_reward_model, tokenizer, p
     print(f"{len(traced.files)} files, {sum(traced.moves.values())} moves: {', '.join(traced.files)}")
     assert "models/forward.py" in traced.files
     assert len(traced.files) <= FILES, traced.files
+    assert drawn() | {"types.py"} == traced.files.keys(), "docs/figures/way.svg is another way"
+
+
+def drawn() -> set[str]:
+    """The files in the picture of the way."""
+    way = runpy.run_path(str(ROOT / "scripts" / "figures.py"))["WAY"]
+    rooms = [room.partition("/") for _, *each in way.values() for room in each]
+    return {f"{room}/{file}.py" for room, _, files in rooms for file in files.split()}
