@@ -28,6 +28,7 @@ from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import ScatteredBatches
 from async_rlhf.rewards.functions import (
+    Called,
     RewardError,
     RewardFunction,
     call_reward_functions,
@@ -40,8 +41,6 @@ from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, war
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
-
-Called = tuple[dict[str, list[float | None]], dict[str, str]]
 
 
 class _Judged(NamedTuple):
@@ -315,9 +314,8 @@ class Scorer:
         """The rewards of every function, and what each did that has failed; each prompt has ``samples`` consecutive
         completions.
         """
-        causes: dict[str, str] = {}
         options = self.config.reward_timeout, self.skip, self.config.reward_retries
-        return call_reward_functions(self._callable, prompts, completions, columns, *options, causes), causes
+        return call_reward_functions(self._callable, prompts, completions, columns, *options)
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """Replace broken scores by NaN, or raise if they stop the run."""

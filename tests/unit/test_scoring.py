@@ -1038,4 +1038,4 @@ def test_a_function_that_draws_and_fails_is_told_with_its_prompt():
     worker = SharedFunctions({"fails": fails}, seed=0)
     ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True, 0)
     assert [math.isnan(value) for value in values] == [False] * 5 + [True] + [False] * 2
-    assert "reward function fails returned nan" in wrong[0]
+    assert "reward function fails returned nan" in str(wrong)
