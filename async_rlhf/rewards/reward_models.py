@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import httpx
 from async_rlhf.config.base import REQUIRED, Checked, at_least, key, require
 from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import masked
-from async_rlhf.rewards.chat import JudgeError, placed, post, told
+from async_rlhf.rewards.chat import JudgeError, client_of, described, placed, post
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -218,7 +217,7 @@ class RewardServer(EndpointConfig):
         body = {"model": self.model, "input": texts, "use_activation": False}
         answer = post(self._client, self.url, body, self.max_retries)
         if isinstance(answer, Exception) or answer.status_code != 200:
-            raise JudgeError(f"reward server {self.url} gave no scores ({told(answer)})")
+            raise JudgeError(f"reward server {self.url} gave no scores ({described(answer)})")
         scores = _scores_in(answer)
         if len(scores) != len(texts):
             right = f'must be {len(texts)} scores, as {{"data": [{{"probs": [...]}}, ...]}} or {{"scores": [...]}}'
@@ -227,8 +226,7 @@ class RewardServer(EndpointConfig):
 
     @cached_property
     def _client(self) -> httpx.Client:
-        value = os.environ.get(self.api_key_variable)
-        return httpx.Client(headers={"Authorization": f"Bearer {value}"} if value else {}, timeout=self.timeout)
+        return client_of(self)
 
 
 def _scores_in(answer: httpx.Response) -> list[float]:

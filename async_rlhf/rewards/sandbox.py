@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import fcntl
 import logging
-import math
 import os
 import pickle
 import signal
@@ -30,7 +29,7 @@ import torch
 
 from async_rlhf.rewards.base import Reward
 from async_rlhf.rewards.calls import NoSequenceError, ProcessDiedError, RemoteError, TooLateError, outcome_of
-from async_rlhf.rewards.functions import RewardFunction, load_object, name_loaded_by
+from async_rlhf.rewards.functions import RewardFunction, has_failed, load_object, name_loaded_by, number_of
 from async_rlhf.system.random_state import capture, equal, restore
 from async_rlhf.system.subprocesses import context_of, hang_up, start_process
 
@@ -270,14 +269,12 @@ def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
 
 
 def _sendable_value(value: Any) -> Any:
-    with suppress(Exception):  # of any kind: a value of the user's own class
-        if value is None or math.isfinite(value):
-            return None if value is None else float(value)
-    return _Unusable(_text_of(value))
+    number = None if value is None else number_of(value)
+    return _Unusable(_text_of(value)) if has_failed(number) else number
 
 
 def _text_of(value: Any) -> str:
     try:
         return repr(value)[:200]
-    except Exception as error:  # of any kind, see above
+    except Exception as error:  # of any kind: a value of the user's own class
         return f"a {type(value).__name__} ({type(error).__name__} in its repr)"

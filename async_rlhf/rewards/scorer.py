@@ -103,7 +103,7 @@ class Scorer:
         self.tokenizer, self.config, self.reward_model = tokenizer, config, reward_model
         self._device = None if reward_model is None else parallel.device_of(reward_model)
         self._model_at_hand = on_device(reward_model, config, parallel)
-        self.reward_funcs = _by_name(reward_funcs, reward_model is not None)
+        self.reward_funcs: dict[str, Any] = _by_name(reward_funcs, reward_model is not None)
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
@@ -191,11 +191,15 @@ class Scorer:
         return scores_R
 
     def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int | None = None) -> None:
-        """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
-        learner is computed from now on, or once the batch is whole, unless a function keeps a state or draws random
-        numbers, and so has to see the batches in their turn. From any thread of rank 0.
+        """Judge a part of a batch beside training, unless a function keeps a state: it sees batches in their turn.
 
-        Held-out answers have minus their version as the batch, and are so many ``prompts``.
+        May be called from any thread of rank 0.
+
+        Args:
+            index: the batch; minus the version, of held-out answers.
+            first: the number of the first prompt in it.
+            groups: that prompt and those after it, as they were sampled.
+            prompts: how many a batch of held-out answers has; None for training.
         """
         if not self.state():
             self._early.begin(index, first, groups, self.config.batch_size if prompts is None else prompts)
@@ -252,18 +256,16 @@ class Scorer:
     def state(self) -> dict[str, Any]:
         """The states of reward functions with ``state_dict()`` and ``load_state_dict()``, for checkpoints, as JSON."""
         # Not the reward model: its weights are not JSON and do not change.
-        functions: dict[str, Any] = {**self.reward_funcs}
         return {
             name: function.state_dict()
-            for name, function in functions.items()
+            for name, function in self.reward_funcs.items()
             if hasattr(function, "load_state_dict") and not isinstance(function, nn.Module)
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        functions: dict[str, Any] = {**self.reward_funcs}
-        for name in state.keys() & functions.keys():
-            functions[name].load_state_dict(state[name])
+        for name in state.keys() & self.reward_funcs.keys():
+            self.reward_funcs[name].load_state_dict(state[name])
 
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
         """float64, as the model gave them; on rank 0."""
@@ -296,11 +298,17 @@ class Scorer:
         def sizes(number: int) -> dict[str, int]:
             return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
 
-        context, place = self._context, "computing rewards"
-        given = (self.ranks, place, len(batches), sizes, lambda number: padded(batches[number]))
-        deal = ScatteredBatches(*given, sharing=context.size)
+        context = self._context
+        scattered = ScatteredBatches(
+            self.ranks,
+            "computing rewards",
+            len(batches),
+            sizes,
+            lambda number: padded(batches[number]),
+            sharing=context.size,
+        )
         with self._model_at_hand:
-            for number, rows, counts in deal:
+            for number, rows, counts in scattered:
                 scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device, context=context)
                 if counts and context.leads:
                     found[number] = scores_B
