@@ -37,7 +37,7 @@ from async_rlhf.rewards.functions import (
     raise_or_warn,
 )
 from async_rlhf.rewards.prefetch import EarlyResults
-from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
+from async_rlhf.rewards.sandbox import StoppableFunction, loader_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
@@ -117,8 +117,8 @@ class Scorer:
         """Of the functions that a time limit can stop, unless actors call them."""
         if config.reward_timeout is not None and (config.launch == "local" or config.ray.reward_workers == 0):
             for name, function in self.reward_funcs.items():
-                if isinstance(source := source_of(function), Source):
-                    self._processes[name] = StoppableFunction(name, function, source, config.reward_timeout)
+                if not isinstance(load := loader_of(function), str):
+                    self._processes[name] = StoppableFunction(name, function, load, config.reward_timeout)
         self._callable: dict[str, RewardFunction] = {**self.reward_funcs, **self._processes}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
@@ -236,7 +236,7 @@ class Scorer:
             return
         if self.config.reward_timeout is not None:
             for name, function in self.reward_funcs.items():
-                if isinstance(why := source_of(function), str):
+                if isinstance(why := loader_of(function), str):
                     warn_unstoppable(name, why)
         try:
             self._prepare()
