@@ -54,7 +54,7 @@ def typed(key: str, kind: str, value: Any) -> Any:
     return int(number) if kind == "int" or (kind == "steps" and number == int(number)) else number
 
 
-_LISTS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
+_LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
 
 
 def _keys(name: str) -> dict[str, Key]:
@@ -72,3 +72,5 @@ def _keys(name: str) -> dict[str, Key]:
 
 KEYS = {command: _keys(command) for command in ("train", "sft", "reward", "relabel", "generate", "evaluate")}
 """Every key that the original knows, by our corresponding command."""
+EXPORTED = frozenset(_LISTS["exported"].split())
+"""Variables that a file may set."""
