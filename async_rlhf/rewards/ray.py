@@ -176,7 +176,7 @@ class RayScorer(Scorer):
             raise ConfigError(f"ray.reward_workers: got {self.config.ray.reward_workers}; {right}")
         self._pickled = _pickled(shared)
         self._any_shared = bool(shared)
-        if self.reward_model is not None:  # it travels so, and lies so in each worker
+        if self.reward_model is not None:  # it is sent like this, and stays so in each worker
             hold_linear(self.reward_model, autocast_dtype(self.config), self.config.head_float32)
 
     model_elsewhere = True

@@ -33,8 +33,8 @@ class _Loaded:
 
         self.model: PreTrainedModel = load_reward_model(name, device, "reward_models.models", trust=trust)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, "reward_models.models", trust=trust)
-        self.own = (Path(name) / "reward.json").is_file()
-        """Whether ``reward`` has trained it: it then reads what the policy read and wrote."""
+        self.trained_here = (Path(name) / "reward.json").is_file()
+        """Whether the command ``reward`` trained it; it then reads what the policy read and wrote."""
 
     def rows(
         self, prompts: Sequence[str], completions: Sequence[str], chats: Sequence[Sequence[Message] | None]
@@ -43,7 +43,7 @@ class _Loaded:
         from async_rlhf.data.tokenizer import Rendered, encode_prompts, encode_responses
         from async_rlhf.models.chats import ChatTemplate
 
-        if self.own:
+        if self.trained_here:
             read = [p if chat is None else Rendered(p) for p, chat in zip(prompts, chats, strict=True)]
             answers = encode_responses(ChatTemplate(self.tokenizer), completions)
             return [a + b for a, b in zip(encode_prompts(self.tokenizer, read), answers, strict=True)]
@@ -51,11 +51,11 @@ class _Loaded:
 
 
 _LOADED: WeakValueDictionary[tuple[str, str, bool], _Loaded] = WeakValueDictionary()
-"""As long as a function has them."""
+"""Models that functions have now; a run loads each once."""
 
 
 class _Latest:
-    """The scores that were computed last, for functions of one run that make different rewards of them."""
+    """The scores computed last, for functions of one run that make different rewards of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

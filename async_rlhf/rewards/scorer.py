@@ -44,19 +44,19 @@ from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
 
 class _Judged(NamedTuple):
-    """Rewards that no rank of the learner computes."""
+    """Rewards of reward functions, and of a reward model that computes outside the learner."""
 
     by_model_R: Tensor | None
     by_functions: dict[str, list[float | None]]
     """None where a function does not apply, NaN where it failed."""
     seconds: float
-    """That the functions took."""
+    """How long the functions took."""
     causes: Mapping[str, str] = {}
-    """What each function did that has failed."""
+    """What each function that failed did, such as "raised KeyError"."""
 
     @staticmethod
     def join(parts: Sequence[_Judged]) -> _Judged:
-        """Of a batch whose parts were judged apart, by functions alone."""
+        """The rewards of a batch from those of its parts, which functions alone judged."""
         names = parts[0].by_functions
         rewards = {name: [value for part in parts for value in part.by_functions[name]] for name in names}
         causes = {name: cause for part in parts for name, cause in part.causes.items()}
@@ -147,7 +147,8 @@ class Scorer:
         rewards: dict[str, Tensor] = {}
         failed_R = torch.zeros(len(samples), dtype=torch.bool)
         metrics: dict[str, float] = {}
-        why = {"the environment or the agent failed": torch.tensor([math.isnan(_given(one)) for one in samples])}
+        failed_episodes_R = torch.tensor([math.isnan(_environment_reward(sample)) for sample in samples])
+        why = {"the environment or the agent failed": failed_episodes_R}
         if by_model_R is not None:
             message = "the reward model gave {score} for {text!r}"
             rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message)
@@ -175,7 +176,7 @@ class Scorer:
         failed, where no part applies, or where the sum is too large.
         """
         sums_R = -config.length_penalty * torch.tensor(_lengths(samples), dtype=torch.float64)
-        sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
+        sums_R += torch.tensor(list(map(_environment_reward, samples)), dtype=torch.float64)
         nobody_R = torch.tensor([sample.rewards is None for sample in samples])
         for name, rewards_R in rewards.items():
             sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
@@ -229,7 +230,7 @@ class Scorer:
     @contextmanager
     def started(self, trace: Trace | None = None) -> Iterator[None]:
         """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop. The trace gets
-        spans of rewards that are computed before their batch's turn.
+        spans of rewards that are computed beside training.
         """
         if not self.ranks.is_main:
             yield
@@ -273,7 +274,7 @@ class Scorer:
         return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
 
     def _read_by_model(self, sample: Sample) -> np.ndarray:
-        """Tokens of the last conversation, which for a reward model always ends with the same token, if it ended."""
+        """Tokens of the last conversation; one that ended always ends with the same token for the reward model."""
         tokens = sample.tokens[max(sample.starts, default=0) :]
         if sample.finish_reason == "stop" and tokens[-1] != self._chat.end:
             tokens = np.append(tokens[:-1], np.int32(self._chat.end))
@@ -354,7 +355,7 @@ class ApartScorer(Scorer):
 
 
 def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:
-    """Names of what scored answers of an evaluation are measured by."""
+    """Names of the metrics of an evaluation's scored answers."""
     names = [*(["model"] if with_model else []), *_by_name(reward_funcs, with_model)]
     return ["objective/scores", "objective/scores_std", *(f"reward/{name}" for name in names), *_ABOUT_LENGTH]
 
@@ -375,7 +376,7 @@ def _by_name(functions: Sequence[RewardFunction], with_model: bool) -> dict[str,
 
 
 def _counted(missing_R: Tensor, why: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many of the missing scores have which cause, each its first."""
+    """How many missing scores each cause explains; of several causes of a score the first counts."""
     found, left_R = {}, missing_R
     for cause, failed_R in {**why, "no reward applies, or their sum is too large": missing_R}.items():
         found[cause] = int((left_R & failed_R).sum())
@@ -402,13 +403,13 @@ def _metrics(
 
 
 def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of what episodes were measured by, each over those that have it; nothing of plain completions."""
+    """Means of the metrics of episodes, each over the episodes that have it; empty for plain completions."""
     if all(sample.messages is None for sample in samples):
         return {}
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
     found = {name: [sample.metrics[name] for sample in samples if name in sample.metrics] for name in names}
     found["observed_tokens"] = [float((~sample.sampled[sample.sampled.argmax() :]).sum()) for sample in samples]
-    found["reward"] = [_given(sample) for sample in samples]
+    found["reward"] = [_environment_reward(sample) for sample in samples]
     failed = sum(found.pop("failed", ()))
     return {"episode/failed": failed, **{f"episode/{name}": float(np.nanmean(each)) for name, each in found.items()}}
 
@@ -427,7 +428,7 @@ def _out_of_room(samples: Sequence[Sample], limits: GenerationConfig) -> dict[st
 
 
 def _last_answer(sample: Sample) -> int:
-    """Its tokens."""
+    """How many tokens the policy drew last in a row."""
     return int((~sample.sampled[::-1]).argmax()) if sample.sampled[-1] else 0
 
 
@@ -436,7 +437,7 @@ def _ended(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor([sample.finish_reason == "stop" for sample in samples])
 
 
-def _given(sample: Sample) -> float:
+def _environment_reward(sample: Sample) -> float:
     """The total reward from an environment."""
     return 0.0 if sample.rewards is None else float(sample.rewards.sum(dtype=np.float64))
 
