@@ -33,7 +33,8 @@ def say(*words: str | Path, folder: Path = ROOT) -> str:
 
 def wrong_with(names: set[str], recipes: set[str]) -> list[str]:
     """What the names of a wheel's or an sdist's files lack, and what should not be there."""
-    needed = {"async_rlhf/py.typed", "async_rlhf/run/card.md", *(f"async_rlhf/recipes/{name}" for name in recipes)}
+    data = ("py.typed", "run/card.md", "compat/original/keys.yml", "tasks/docstrings/words.yml")
+    needed = {f"async_rlhf/{name}" for name in (*data, *(f"recipes/{name}" for name in recipes))}
     return [f"lacks {name}" for name in sorted(needed - names)] + [
         f"has {name}" for name in sorted(names) if "__pycache__" in name or "test" in name.split("/")[0]
     ]

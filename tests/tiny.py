@@ -185,5 +185,5 @@ def new_args(
 def call_reward_function(function, prompts, completions, columns) -> list[float]:
     """The rewards of one function, one finite number for each completion."""
     name = function_name(function)
-    rewards = call_reward_functions({name: function}, prompts, completions, columns)[name]
+    rewards = call_reward_functions({name: function}, prompts, completions, columns)[0][name]
     return numbers(rewards, prompts, completions)

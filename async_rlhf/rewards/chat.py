@@ -18,6 +18,7 @@ import httpx
 import xxhash
 
 from async_rlhf.config import JudgeConfig
+from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import apart, masked
 from async_rlhf.system.files import whole_lines
 from async_rlhf.system.progress import progress_bar
@@ -78,9 +79,7 @@ class ChatModel:
 
     @cached_property
     def _client(self) -> httpx.Client:
-        key = os.environ.get(self.config.api_key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(headers=headers, auth=self._login, timeout=self.config.timeout)
+        return client_of(self.config, self._login)
 
     def answers(self, texts: Sequence[str], label: str | None = None) -> list[str]:
         """The answer to each text; what is not known is asked, with several requests at the same time.
@@ -100,9 +99,8 @@ class ChatModel:
 
     def _key(self, text: str) -> str:
         config = self.config
-        return xxhash.xxh3_128(
-            f"{self._url}\0{config.model}\0{config.max_tokens}\0{text}".encode(errors="backslashreplace")
-        ).hexdigest()
+        asked = f"{self._url}\0{config.model}\0{config.max_tokens}\0{text}"
+        return xxhash.xxh3_128_hexdigest(asked.encode(errors="backslashreplace"))
 
     def _ask(self, new: Sequence[str], label: str | None) -> None:
         bar = nullcontext(lambda done: None) if label is None else progress_bar(label, len(new))
@@ -135,12 +133,8 @@ class ChatModel:
 
     def _reply(self, text: str, stop: threading.Event) -> dict[str, Any]:
         config = self.config
-        body = {
-            "model": config.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0.0,
-            "max_tokens": config.max_tokens,
-        }
+        messages = [{"role": "user", "content": text}]
+        body = {"model": config.model, "messages": messages, "temperature": 0.0, "max_tokens": config.max_tokens}
         url = f"{self._url.rstrip('/')}/chat/completions"
         answer = post(self._client, url, body, config.max_retries, stop)
         if isinstance(answer, httpx.Response) and answer.status_code == 200:
@@ -151,7 +145,14 @@ class ChatModel:
             logger.warning("judge.url: %s refused a text: %s", masked(url), answer.text[:200])
             return {"reply": ""}
         kept = f"what was said so far is in {self.memory}"
-        raise JudgeError(f"judge.url: {url} gave no verdict ({told(answer)}); {kept}")
+        raise JudgeError(f"judge.url: {url} gave no verdict ({described(answer)}); {kept}")
+
+
+def client_of(config: EndpointConfig, login: tuple[str, str] | None = None) -> httpx.Client:
+    """A client for an endpoint, with its key or the login of its URL."""
+    key = os.environ.get(config.api_key_variable)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(headers=headers, auth=login, timeout=config.timeout)
 
 
 def post(
@@ -174,7 +175,7 @@ def post(
     return last
 
 
-def told(answer: httpx.Response | httpx.HTTPError) -> str:
+def described(answer: httpx.Response | httpx.HTTPError) -> str:
     """What :func:`post` returned, in a few words."""
     if isinstance(answer, httpx.HTTPError):
         return f"{type(answer).__name__}: {answer}"

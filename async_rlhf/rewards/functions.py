@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -48,6 +49,17 @@ class RewardError(UserCodeError):
     def __init__(self, message: str = "", frames: str = "", cause: str = "failed") -> None:
         super().__init__(message, frames)
         self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process the exception behind it is a text, for that process may not know its type."""
+        trace = "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
+        return _received, (str(self), self.frames, self.cause, trace)
+
+
+def _received(message: str, frames: str, cause: str, trace: str) -> RewardError:
+    error = RewardError(message, frames, cause)
+    error.__cause__ = RemoteError("", "", trace) if trace else None
+    return error
 
 
 def load_reward_functions(names: Sequence[str]) -> list[RewardFunction]:
@@ -138,6 +150,12 @@ def numbers(rewards: Sequence[float | None], prompts: Sequence[str], completions
     return [reward for reward in rewards if reward is not None]
 
 
+Outcome = tuple[str, list[float | None], RewardError | None]
+"""What a function has done: its name; its rewards, None where it does not apply and NaN where it failed; its error."""
+Called = tuple[dict[str, list[float | None]], dict[str, str]]
+"""The rewards of each function, and the :attr:`RewardError.cause` of each that has failed."""
+
+
 def call_reward_functions(
     functions: Mapping[str, RewardFunction],
     prompts: Sequence[str],
@@ -146,8 +164,7 @@ def call_reward_functions(
     timeout: float | None = None,
     skip: bool = False,
     retries: int = 0,
-    causes: dict[str, str] | None = None,
-) -> dict[str, list[float | None]]:
+) -> Called:
     """The rewards of every function; all functions run at the same time, each in a separate thread.
 
     At the time limit an async function is cancelled. A plain one cannot be stopped (unless it is a
@@ -162,23 +179,29 @@ def call_reward_functions(
         timeout: seconds for all functions together; None for no limit.
         skip: log a failure as a warning and give NaN to the completions that it concerns.
         retries: how often a function that raises is called again, within the limit.
-        causes: gets the :attr:`RewardError.cause` of each function that has failed.
-
-    Returns:
-        The rewards by the function's name, one for each completion; None where the function says that it does not
-        apply.
 
     Raises:
         RewardError: without ``skip``: a function raised, was too slow, or returned a wrong count or something that is
             no finite number. The other functions are then not waited for.
     """
-    rewards = {}
-    for name, rewards[name], error in judge(functions, prompts, completions, columns, timeout, retries):
+    rewards, causes = collect(judge(functions, prompts, completions, columns, timeout, retries), skip)
+    return {name: rewards[name] for name in functions}, causes
+
+
+def collect(outcomes: Iterable[Outcome], skip: bool) -> Called:
+    """The rewards of a batch from outcomes, of which one function may have several, for one part after the other.
+
+    Raises:
+        RewardError: a function has failed, without ``skip``.
+    """
+    rewards: dict[str, list[float | None]] = {}
+    causes = {}
+    for name, values, error in outcomes:
+        rewards.setdefault(name, []).extend(values)
         if error is not None:
-            if causes is not None:
-                causes[name] = error.cause
-            raise_or_warn(error, sum(map(has_failed, rewards[name])), len(completions), skip)
-    return {name: rewards[name] for name in functions}
+            causes[name] = error.cause
+            raise_or_warn(error, sum(map(has_failed, values)), len(values), skip)
+    return rewards, causes
 
 
 def judge(
@@ -188,12 +211,8 @@ def judge(
     columns: Mapping[str, Sequence[Any]],
     timeout: float | None = None,
     retries: int = 0,
-) -> Iterator[tuple[str, list[float | None], RewardError | None]]:
-    """The basis of :func:`call_reward_functions`: yields each function's rewards as soon as it is done.
-
-    Yields:
-        The function's name; its rewards, None where it does not apply and NaN where it failed; and its error, if any.
-    """
+) -> Iterator[Outcome]:
+    """The basis of :func:`call_reward_functions`: yields each function's outcome as soon as it is done."""
     names = list(functions)
     calls = [partial(_call, function, prompts, completions, columns) for function in functions.values()]
     for number, outcome in call_together(calls, timeout, retries):
@@ -201,7 +220,7 @@ def judge(
         if isinstance(outcome, BaseException) or len(outcome) != len(completions):
             yield name, [math.nan] * len(completions), _failure(name, outcome, len(completions), timeout)
             continue
-        rewards, error = [None if value is None else _number(value) for value in outcome], None
+        rewards, error = [None if value is None else number_of(value) for value in outcome], None
         bad = next((i for i, reward in enumerate(rewards) if has_failed(reward)), None)
         if bad is not None:
             error = RewardError(
@@ -260,7 +279,7 @@ def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout:
     return error
 
 
-def _number(value: Any) -> float:
+def number_of(value: Any) -> float:
     """The value as a float; NaN for what is no finite number."""
     try:
         return float(value) if math.isfinite(value) else math.nan  # isfinite() refuses text, which float() would read

@@ -17,40 +17,28 @@ from async_rlhf.config import ConfigError, JudgeConfig
 from async_rlhf.config.base import configuration, require
 from async_rlhf.rewards.chat import MARKED, ChatModel, filled
 
-QUESTION = f"""Here are a request and two answers to it. Which answer is the better one: the more correct, helpful and \
-clear? Length in itself is no merit, nor is the order in which they are shown. {MARKED}
 
-[Request]
-{{mark}}
-{{prompt}}
-{{mark}}
+def _text(title: str, place: str) -> str:
+    """A part of a question: a text between two marks."""
+    return f"[{title}]\n{{mark}}\n{{{place}}}\n{{mark}}\n\n"
 
-[Answer A]
-{{mark}}
-{{first}}
-{{mark}}
 
-[Answer B]
-{{mark}}
-{{second}}
-{{mark}}
-
-Reply with the letter of the better answer, A or B, and nothing else."""
-SCORE = f"""Here are a request and an answer to it. How good is the answer: how correct, helpful and clear? Length in \
-itself is no merit. {MARKED}
-
-[Request]
-{{mark}}
-{{prompt}}
-{{mark}}
-
-[Answer]
-{{mark}}
-{{completion}}
-{{mark}}
-
-Reply with a number from {{lowest}} for a useless answer to {{highest}} for one that could not be better, and nothing \
-else."""
+QUESTION = (
+    "Here are a request and two answers to it. Which answer is the better one: the more correct, helpful and clear? "
+    f"Length in itself is no merit, nor is the order in which they are shown. {MARKED}\n\n"
+    + _text("Request", "prompt")
+    + _text("Answer A", "first")
+    + _text("Answer B", "second")
+    + "Reply with the letter of the better answer, A or B, and nothing else."
+)
+SCORE = (
+    "Here are a request and an answer to it. How good is the answer: how correct, helpful and clear? Length in itself "
+    f"is no merit. {MARKED}\n\n"
+    + _text("Request", "prompt")
+    + _text("Answer", "completion")
+    + "Reply with a number from {lowest} for a useless answer to {highest} for one that could not be better, and "
+    "nothing else."
+)
 ASKED = {"score": (SCORE, ("prompt", "completion")), "pairs": (QUESTION, ("prompt", "first", "second"))}
 """The question, and the places that one of the user's own must have."""
 _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?")

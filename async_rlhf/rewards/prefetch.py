@@ -1,4 +1,4 @@
-"""What frozen models and functions say of batches that have been sampled, beside training, before their turn."""
+"""Results of frozen models and reward functions, computed beside training as soon as a batch has been sampled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONGEST = 5.0
 
 @dataclass
 class _Job(Generic[Judged]):
-    """A batch, or some of its prompts."""
+    """A batch to judge, or some of its prompts."""
 
     index: int
     groups: Sequence[Group]
@@ -35,24 +35,24 @@ class _Job(Generic[Judged]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody has begun to judge it, and somebody is to."""
+        """Whether it is still to be judged, and was not begun."""
         return not self.done.running() and not self.done.done()
 
 
 class EarlyResults(Generic[Judged]):
-    """Judges batches one after the other in a daemon thread, so that a function that hangs keeps nothing from ending.
+    """Judges batches one after the other in a daemon thread; a function that hangs there keeps no process from ending.
 
-    Where functions judge whole batches, the first is judged in its turn, which shows whether they draw from the global
-    random generators. If so, all are: what they draw depends on those before. So they are from where numbers are first
-    drawn later, by a function or by a callback beside it.
+    What a function draws from the global random generators depends on the batches before. So functions that judge whole
+    batches judge the first one in its turn, which shows whether they draw. If they do, or if later a function or a
+    callback at the same time draws, every batch from there on is judged in its turn.
 
     Args:
         judge: computes the rewards of groups. It is never called twice at the same time.
-        join: makes the rewards of a batch from those of its parts, in order, where these may be judged apart, while
-            others are still being sampled; None if a batch has to be judged as a whole.
+        join: makes the rewards of a batch from those of its parts, which are then judged while others are still being
+            sampled; None if a batch is judged as a whole.
         name: what is computed, for traces.
-        functions: whether users' functions judge, which may hang and may draw random numbers. Else the thread is
-            waited for at the end: one that is amid a kernel when the interpreter ends can abort the process.
+        functions: whether users' functions judge, which may hang and may draw random numbers. If not, the end waits for
+            the thread: one that runs a kernel when the interpreter ends can abort the process.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EarlyResults(Generic[Judged]):
 
     @contextmanager
     def running(self, trace: Trace | None) -> Iterator[None]:
-        """Within, batches are judged when :meth:`begin` hands them in; the trace gets a span of each."""
+        """Within, batches that :meth:`begin` hands in are judged; the trace gets a span of each."""
         ended = threading.Event()
         thread = threading.Thread(target=self._work, args=(trace, ended), name=f"early {self._name}", daemon=True)
         thread.start()
@@ -113,13 +113,13 @@ class EarlyResults(Generic[Judged]):
             self._changed.notify_all()
 
     def random_state(self) -> RandomState:
-        """The state of the global random generators, from which batches draw that have not had their turn yet."""
-        with self._changed:
-            drawn = [(job.index, job.before) for job in self._all() if job.before is not None]
-            return min(drawn, key=lambda each: each[0])[1] if drawn else self._before or capture()
+        """The state of the global random generators from which the next batch in turn draws."""
+        with self._changed:  # at most one job has drawn: then those after it wait for their turn
+            before = next((job.before for job in self._all() if job.before is not None), self._before)
+            return before or capture()
 
     def of(self, batch: Batch) -> Judged:
-        """The rewards of a batch: those that were computed before, else computed now; raises what judging raised."""
+        """The rewards of a batch whose turn it is, computed now if they were not before; raises what judging raised."""
         with self._changed:
             jobs = [job for _, job in sorted(self._jobs.get(batch.index, {}).items())]
             given = [id(group.samples) for job in jobs for group in job.groups]
@@ -148,7 +148,7 @@ class EarlyResults(Generic[Judged]):
                 self._jobs.pop(batch.index, None)
 
     def _learn(self, drew: bool) -> None:
-        """Note whether random numbers were drawn while something was judged."""
+        """Note whether random numbers were drawn while a batch was judged."""
         with self._changed:
             if drew and not self._draws:
                 logger.info("%s: random numbers are drawn; from here on each batch is judged in its turn", self._name)
@@ -175,7 +175,7 @@ class EarlyResults(Generic[Judged]):
                 self._do(job, trace)
 
     def _possible(self) -> _Job[Judged] | None:
-        """What can be judged next, before its turn."""
+        """The job that can be done next, before its turn."""
         return None if self._draws is None else next((job for job in self._all() if job.is_waiting), None)
 
     def _do(self, job: _Job[Judged], trace: Trace | None) -> None:

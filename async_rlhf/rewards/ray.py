@@ -12,7 +12,6 @@ import queue
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,11 +27,9 @@ from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.ray import Actor, Place, Signs, is_lost, reward_place
 from async_rlhf.models.forward import Row, autocast_dtype, score_batch
 from async_rlhf.models.frozen_models import hold_linear
-from async_rlhf.rewards.calls import RemoteError
-from async_rlhf.rewards.functions import RewardError, RewardFunction, call_reward_functions, has_failed, raise_or_warn
-from async_rlhf.rewards.scorer import Called, Scorer
-from async_rlhf.rewards.shares import Judged, SharedFunctions
-from async_rlhf.system.errors import own_frames
+from async_rlhf.rewards.functions import Called, Outcome, RewardError, RewardFunction, call_reward_functions, collect
+from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.rewards.shares import SharedFunctions
 from async_rlhf.system.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -65,7 +62,7 @@ class RewardActor(Signs):
         return [score_batch(self._model, batch, autocast) for batch in batches]
 
     @ray.method(concurrency_group="work")
-    def call(self, *arguments: Any) -> Judged:
+    def call(self, *arguments: Any) -> list[Outcome]:
         """See :meth:`~async_rlhf.rewards.shares.SharedFunctions.call`."""
         if self._functions is None:
             torch.set_num_threads(self._place.threads)
@@ -179,7 +176,7 @@ class RayScorer(Scorer):
             raise ConfigError(f"ray.reward_workers: got {self.config.ray.reward_workers}; {right}")
         self._pickled = _pickled(shared)
         self._any_shared = bool(shared)
-        if self.reward_model is not None:  # it travels so, and lies so in each worker
+        if self.reward_model is not None:  # it is sent like this, and stays so in each worker
             hold_linear(self.reward_model, autocast_dtype(self.config), self.config.head_float32)
 
     model_elsewhere = True
@@ -210,27 +207,21 @@ class RayScorer(Scorer):
     def _call_functions(
         self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
     ) -> Called:
-        causes: dict[str, str] = {}
-        count, options = len(self._pool), (self.config.reward_timeout, self.skip, self.config.reward_retries)
-        groups = len(prompts) // samples
-        bounds = [number * groups // count * samples for number in range(count + 1)]
-        parts = [slice(*bound) if bound[0] < bound[1] else None for bound in pairwise(bounds)]
+        count, groups = len(self._pool), len(prompts) // samples
+        options = self.config.reward_timeout, self.skip, self.config.reward_retries
+
+        def share(number: int) -> tuple[Any, ...] | None:
+            part = slice(number * groups // count * samples, (number + 1) * groups // count * samples)
+            columns_here = {name: values[part] for name, values in columns.items()}
+            return (prompts[part], completions[part], columns_here, samples, *options) if prompts[part] else None
+
         answers: Callable[[], list[Any]] = list
         if self._any_shared:
-            columns_of = [part and {name: values[part] for name, values in columns.items()} for part in parts]
-            given = zip(parts, columns_of, strict=True)
-            shares = [part and (prompts[part], completions[part], own, samples, *options) for part, own in given]
-            answers = self._pool.ask("call", shares)
-        rewards = call_reward_functions(self._here, prompts, completions, columns, *options, causes)
-        for judged in answers():
-            for name, values, wrong in judged or []:
-                rewards.setdefault(name, []).extend(values)
-                if wrong is not None:
-                    causes[name] = wrong[2]
-                    error = RewardError(wrong[0], own_frames(wrong[1]), wrong[2])
-                    error.__cause__ = RemoteError("", "", wrong[1]) if wrong[1] else None
-                    raise_or_warn(error, sum(map(has_failed, values)), len(values), self.skip)
-        return {name: rewards[name] for name in self.reward_funcs}, causes
+            answers = self._pool.ask("call", [share(number) for number in range(count)])
+        here, causes = call_reward_functions(self._here, prompts, completions, columns, *options)
+        shared, more = collect((outcome for outcomes in answers() for outcome in outcomes or []), self.skip)
+        rewards = here | shared
+        return {name: rewards[name] for name in self.reward_funcs}, causes | more
 
 
 def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ import httpx
 from async_rlhf.config.base import REQUIRED, Checked, at_least, configuration, key, require
 from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import masked
-from async_rlhf.rewards.chat import JudgeError, placed, post, told
+from async_rlhf.rewards.chat import JudgeError, client_of, described, placed, post
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,8 +32,8 @@ class _Loaded:
 
         self.model: PreTrainedModel = load_reward_model(name, device, "reward_models.models", trust=trust)
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(name, "reward_models.models", trust=trust)
-        self.own = (Path(name) / "reward.json").is_file()
-        """Whether ``reward`` has trained it: it then reads what the policy read and wrote."""
+        self.trained_here = (Path(name) / "reward.json").is_file()
+        """Whether the command ``reward`` trained it; it then reads what the policy read and wrote."""
 
     def rows(
         self, prompts: Sequence[str], completions: Sequence[str], chats: Sequence[Sequence[Message] | None]
@@ -43,7 +42,7 @@ class _Loaded:
         from async_rlhf.data.tokenizer import Rendered, encode_prompts, encode_responses
         from async_rlhf.models.chats import ChatTemplate
 
-        if self.own:
+        if self.trained_here:
             read = [p if chat is None else Rendered(p) for p, chat in zip(prompts, chats, strict=True)]
             answers = encode_responses(ChatTemplate(self.tokenizer), completions)
             return [a + b for a, b in zip(encode_prompts(self.tokenizer, read), answers, strict=True)]
@@ -51,11 +50,11 @@ class _Loaded:
 
 
 _LOADED: WeakValueDictionary[tuple[str, str, bool], _Loaded] = WeakValueDictionary()
-"""As long as a function has them."""
+"""Models that functions have now; a run loads each once."""
 
 
 class _Latest:
-    """The scores that were computed last, for functions of one run that make different rewards of them."""
+    """The scores computed last, for functions of one run that make different rewards of them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -217,7 +216,7 @@ class RewardServer(EndpointConfig):
         body = {"model": self.model, "input": texts, "use_activation": False}
         answer = post(self._client, self.url, body, self.max_retries)
         if isinstance(answer, Exception) or answer.status_code != 200:
-            raise JudgeError(f"reward server {self.url} gave no scores ({told(answer)})")
+            raise JudgeError(f"reward server {self.url} gave no scores ({described(answer)})")
         scores = _scores_in(answer)
         if len(scores) != len(texts):
             right = f'must be {len(texts)} scores, as {{"data": [{{"probs": [...]}}, ...]}} or {{"scores": [...]}}'
@@ -226,8 +225,7 @@ class RewardServer(EndpointConfig):
 
     @cached_property
     def _client(self) -> httpx.Client:
-        value = os.environ.get(self.api_key_variable)
-        return httpx.Client(headers={"Authorization": f"Bearer {value}"} if value else {}, timeout=self.timeout)
+        return client_of(self)
 
 
 def _scores_in(answer: httpx.Response) -> list[float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import fcntl
 import logging
-import math
 import os
 import pickle
 import signal
@@ -19,6 +18,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ import torch
 
 from async_rlhf.rewards.base import Reward
 from async_rlhf.rewards.calls import NoSequenceError, ProcessDiedError, RemoteError, TooLateError, outcome_of
-from async_rlhf.rewards.functions import RewardFunction, load_object, name_loaded_by
+from async_rlhf.rewards.functions import RewardFunction, has_failed, load_object, name_loaded_by, number_of
 from async_rlhf.system.random_state import capture, equal, restore
 from async_rlhf.system.subprocesses import context_of, hang_up, start_process
 
@@ -41,31 +41,18 @@ GRACE_SECONDS = 1.0
 _LONGEST_POLL = 1e6  # seconds; the system call accepts at most about 24 days
 
 
-@dataclass(frozen=True)
-class Source:
-    """How another process loads a function.
-
-    Args:
-        name: for :func:`~async_rlhf.rewards.functions.load_object`.
-        pickled: instead, a built-in reward, whose options are plain values.
-    """
-
-    name: str = ""
-    pickled: bytes = b""
-
-    def load(self) -> RewardFunction:
-        """The function."""
-        return pickle.loads(self.pickled) if self.pickled else load_object(self.name, "reward_funcs")
+Loader = Callable[[], RewardFunction]
+"""Loads a function in another process."""
 
 
-def source_of(function: RewardFunction) -> Source | str:
+def loader_of(function: RewardFunction) -> Loader | str:
     """How another process loads a function, or why it cannot."""
     if hasattr(function, "load_state_dict"):
         return "keeps a state (state_dict), which this process saves"
     if (name := name_loaded_by(function)) is not None:
-        return Source(name)
+        return _by_name(name)
     if isinstance(function, Reward) and type(function).__module__ != "__main__":
-        return Source(pickled=pickle.dumps(function))
+        return partial(_unpickled, pickle.dumps(function))  # its options are plain values
     if not isinstance(function, types.FunctionType):
         return "is an object or a method, which may hold anything"
     module, attribute = sys.modules.get(function.__module__), function.__qualname__
@@ -75,9 +62,17 @@ def source_of(function: RewardFunction) -> Source | str:
         return "is made within another function"
     with suppress(ImportError, ValueError):
         if find_spec(function.__module__) is not None:
-            return Source(f"{function.__module__}:{attribute}")
+            return _by_name(f"{function.__module__}:{attribute}")
     file = getattr(module, "__file__", None)
-    return Source(f"{file}:{attribute}") if file and file.endswith(".py") else "is in a module that has no file"
+    return _by_name(f"{file}:{attribute}") if file and file.endswith(".py") else "is in a module that has no file"
+
+
+def _by_name(name: str) -> Loader:
+    return partial(load_object, name, "reward_funcs")
+
+
+def _unpickled(function: bytes) -> RewardFunction:
+    return pickle.loads(function)
 
 
 class StoppableFunction:
@@ -88,13 +83,13 @@ class StoppableFunction:
     Args:
         name: its name in messages.
         function: the function itself, for arguments that cannot be sent.
-        source: how the process loads it.
+        load: in the process.
         limit: seconds after which an async function is cancelled there.
     """
 
-    def __init__(self, name: str, function: RewardFunction, source: Source, limit: float) -> None:
+    def __init__(self, name: str, function: RewardFunction, load: Loader, limit: float) -> None:
         self.name, self.limit = name, limit
-        self._function, self._source = function, source
+        self._function, self._load = function, load
         self._process: Any = None
         self._ready = self._given_up = self._late = False
         self._idle = threading.Event()
@@ -113,7 +108,7 @@ class StoppableFunction:
         self._leash, held = context.Pipe()
         surroundings = (os.getcwd(), list(sys.path), dict(os.environ), logging.getLogger().getEffectiveLevel())
         # Not a daemon: daemons may not start processes, as some rewards do.
-        arguments = (theirs, held, self._source, surroundings)
+        arguments = (theirs, held, self._load, surroundings)
         process = context.Process(target=_serve, args=arguments, name=f"reward-{self.name}")
         process.daemon = False
         start_process(process, f"reward function {self.name}")
@@ -224,7 +219,7 @@ class _Unusable:
 
 
 def _serve(
-    pipe: Connection, leash: Connection, source: Source, surroundings: tuple[str, list[str], dict[str, str], int]
+    pipe: Connection, leash: Connection, load: Loader, surroundings: tuple[str, list[str], dict[str, str], int]
 ) -> None:
     """Answer calls until the learner is gone."""
     # When the learner dies, the kernel ends this process even if its function never returns to Python: at end of
@@ -243,7 +238,7 @@ def _serve(
     os.environ.update(environment)
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     try:
-        function = source.load()
+        function = load()
     except BaseException as error:  # of any kind: the learner has loaded the function and will call it itself
         pipe.send(f"{type(error).__name__}: {error}")
         return
@@ -270,14 +265,12 @@ def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:
 
 
 def _sendable_value(value: Any) -> Any:
-    with suppress(Exception):  # of any kind: a value of the user's own class
-        if value is None or math.isfinite(value):
-            return None if value is None else float(value)
-    return _Unusable(_text_of(value))
+    number = None if value is None else number_of(value)
+    return _Unusable(_text_of(value)) if has_failed(number) else number
 
 
 def _text_of(value: Any) -> str:
     try:
         return repr(value)[:200]
-    except Exception as error:  # of any kind, see above
+    except Exception as error:  # of any kind: a value of the user's own class
         return f"a {type(value).__name__} ({type(error).__name__} in its repr)"

@@ -28,6 +28,7 @@ from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import ScatteredBatches
 from async_rlhf.rewards.functions import (
+    Called,
     RewardError,
     RewardFunction,
     call_reward_functions,
@@ -36,28 +37,26 @@ from async_rlhf.rewards.functions import (
     raise_or_warn,
 )
 from async_rlhf.rewards.prefetch import EarlyResults
-from async_rlhf.rewards.sandbox import Source, StoppableFunction, source_of, warn_unstoppable
+from async_rlhf.rewards.sandbox import StoppableFunction, loader_of, warn_unstoppable
 from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
-Called = tuple[dict[str, list[float | None]], dict[str, str]]
-
 
 class _Judged(NamedTuple):
-    """Rewards that no rank of the learner computes."""
+    """Rewards of reward functions, and of a reward model that computes outside the learner."""
 
     by_model_R: Tensor | None
     by_functions: dict[str, list[float | None]]
     """None where a function does not apply, NaN where it failed."""
     seconds: float
-    """That the functions took."""
+    """How long the functions took."""
     causes: Mapping[str, str] = {}
-    """What each function did that has failed."""
+    """What each function that failed did, such as "raised KeyError"."""
 
     @staticmethod
     def join(parts: Sequence[_Judged]) -> _Judged:
-        """Of a batch whose parts were judged apart, by functions alone."""
+        """The rewards of a batch from those of its parts, which functions alone judged."""
         names = parts[0].by_functions
         rewards = {name: [value for part in parts for value in part.by_functions[name]] for name in names}
         causes = {name: cause for part in parts for name, cause in part.causes.items()}
@@ -104,7 +103,7 @@ class Scorer:
         self.tokenizer, self.config, self.reward_model = tokenizer, config, reward_model
         self._device = None if reward_model is None else parallel.device_of(reward_model)
         self._model_at_hand = on_device(reward_model, config, parallel)
-        self.reward_funcs = _by_name(reward_funcs, reward_model is not None)
+        self.reward_funcs: dict[str, Any] = _by_name(reward_funcs, reward_model is not None)
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
@@ -118,8 +117,8 @@ class Scorer:
         """Of the functions that a time limit can stop, unless actors call them."""
         if config.reward_timeout is not None and (config.launch == "local" or config.ray.reward_workers == 0):
             for name, function in self.reward_funcs.items():
-                if isinstance(source := source_of(function), Source):
-                    self._processes[name] = StoppableFunction(name, function, source, config.reward_timeout)
+                if not isinstance(load := loader_of(function), str):
+                    self._processes[name] = StoppableFunction(name, function, load, config.reward_timeout)
         self._callable: dict[str, RewardFunction] = {**self.reward_funcs, **self._processes}
         if reward_model is not None:
             self._weights["model"] = config.reward_model_weight
@@ -148,7 +147,8 @@ class Scorer:
         rewards: dict[str, Tensor] = {}
         failed_R = torch.zeros(len(samples), dtype=torch.bool)
         metrics: dict[str, float] = {}
-        why = {"the environment or the agent failed": torch.tensor([math.isnan(_given(one)) for one in samples])}
+        failed_episodes_R = torch.tensor([math.isnan(_environment_reward(sample)) for sample in samples])
+        why = {"the environment or the agent failed": failed_episodes_R}
         if by_model_R is not None:
             message = "the reward model gave {score} for {text!r}"
             rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message)
@@ -176,7 +176,7 @@ class Scorer:
         failed, where no part applies, or where the sum is too large.
         """
         sums_R = -config.length_penalty * torch.tensor(_lengths(samples), dtype=torch.float64)
-        sums_R += torch.tensor(list(map(_given, samples)), dtype=torch.float64)
+        sums_R += torch.tensor(list(map(_environment_reward, samples)), dtype=torch.float64)
         nobody_R = torch.tensor([sample.rewards is None for sample in samples])
         for name, rewards_R in rewards.items():
             sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
@@ -192,11 +192,15 @@ class Scorer:
         return scores_R
 
     def begin(self, index: int, first: int, groups: Sequence[Group], prompts: int | None = None) -> None:
-        """Say that a part of a batch has been sampled, from its prompt number ``first`` on: what needs no rank of the
-        learner is computed from now on, or once the batch is whole, unless a function keeps a state or draws random
-        numbers, and so has to see the batches in their turn. From any thread of rank 0.
+        """Judge a part of a batch beside training, unless a function keeps a state: it sees batches in their turn.
 
-        Held-out answers have minus their version as the batch, and are so many ``prompts``.
+        May be called from any thread of rank 0.
+
+        Args:
+            index: the batch; minus the version, of held-out answers.
+            first: the number of the first prompt in it.
+            groups: that prompt and those after it, as they were sampled.
+            prompts: how many a batch of held-out answers has; None for training.
         """
         if not self.state():
             self._early.begin(index, first, groups, self.config.batch_size if prompts is None else prompts)
@@ -226,14 +230,14 @@ class Scorer:
     @contextmanager
     def started(self, trace: Trace | None = None) -> Iterator[None]:
         """Within, scoring can run: rank 0 has the processes of functions that a time limit can stop. The trace gets
-        spans of rewards that are computed before their batch's turn.
+        spans of rewards that are computed beside training.
         """
         if not self.ranks.is_main:
             yield
             return
         if self.config.reward_timeout is not None:
             for name, function in self.reward_funcs.items():
-                if isinstance(why := source_of(function), str):
+                if isinstance(why := loader_of(function), str):
                     warn_unstoppable(name, why)
         try:
             self._prepare()
@@ -253,18 +257,16 @@ class Scorer:
     def state(self) -> dict[str, Any]:
         """The states of reward functions with ``state_dict()`` and ``load_state_dict()``, for checkpoints, as JSON."""
         # Not the reward model: its weights are not JSON and do not change.
-        functions: dict[str, Any] = {**self.reward_funcs}
         return {
             name: function.state_dict()
-            for name, function in functions.items()
+            for name, function in self.reward_funcs.items()
             if hasattr(function, "load_state_dict") and not isinstance(function, nn.Module)
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
-        functions: dict[str, Any] = {**self.reward_funcs}
-        for name in state.keys() & functions.keys():
-            functions[name].load_state_dict(state[name])
+        for name in state.keys() & self.reward_funcs.keys():
+            self.reward_funcs[name].load_state_dict(state[name])
 
     def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
         """float64, as the model gave them; on rank 0."""
@@ -272,7 +274,7 @@ class Scorer:
         return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
 
     def _read_by_model(self, sample: Sample) -> np.ndarray:
-        """Tokens of the last conversation, which for a reward model always ends with the same token, if it ended."""
+        """Tokens of the last conversation; one that ended always ends with the same token for the reward model."""
         tokens = sample.tokens[max(sample.starts, default=0) :]
         if sample.finish_reason == "stop" and tokens[-1] != self._chat.end:
             tokens = np.append(tokens[:-1], np.int32(self._chat.end))
@@ -297,11 +299,17 @@ class Scorer:
         def sizes(number: int) -> dict[str, int]:
             return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
 
-        context, place = self._context, "computing rewards"
-        given = (self.ranks, place, len(batches), sizes, lambda number: padded(batches[number]))
-        deal = ScatteredBatches(*given, sharing=context.size)
+        context = self._context
+        scattered = ScatteredBatches(
+            self.ranks,
+            "computing rewards",
+            len(batches),
+            sizes,
+            lambda number: padded(batches[number]),
+            sharing=context.size,
+        )
         with self._model_at_hand:
-            for number, rows, counts in deal:
+            for number, rows, counts in scattered:
                 scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device, context=context)
                 if counts and context.leads:
                     found[number] = scores_B
@@ -315,9 +323,8 @@ class Scorer:
         """The rewards of every function, and what each did that has failed; each prompt has ``samples`` consecutive
         completions.
         """
-        causes: dict[str, str] = {}
         options = self.config.reward_timeout, self.skip, self.config.reward_retries
-        return call_reward_functions(self._callable, prompts, completions, columns, *options, causes), causes
+        return call_reward_functions(self._callable, prompts, completions, columns, *options)
 
     def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
         """Replace broken scores by NaN, or raise if they stop the run."""
@@ -348,7 +355,7 @@ class ApartScorer(Scorer):
 
 
 def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:
-    """Names of what scored answers of an evaluation are measured by."""
+    """Names of the metrics of an evaluation's scored answers."""
     names = [*(["model"] if with_model else []), *_by_name(reward_funcs, with_model)]
     return ["objective/scores", "objective/scores_std", *(f"reward/{name}" for name in names), *_ABOUT_LENGTH]
 
@@ -369,7 +376,7 @@ def _by_name(functions: Sequence[RewardFunction], with_model: bool) -> dict[str,
 
 
 def _counted(missing_R: Tensor, why: Mapping[str, Tensor]) -> dict[str, int]:
-    """How many of the missing scores have which cause, each its first."""
+    """How many missing scores each cause explains; of several causes of a score the first counts."""
     found, left_R = {}, missing_R
     for cause, failed_R in {**why, "no reward applies, or their sum is too large": missing_R}.items():
         found[cause] = int((left_R & failed_R).sum())
@@ -396,13 +403,13 @@ def _metrics(
 
 
 def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of what episodes were measured by, each over those that have it; nothing of plain completions."""
+    """Means of the metrics of episodes, each over the episodes that have it; empty for plain completions."""
     if all(sample.messages is None for sample in samples):
         return {}
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
     found = {name: [sample.metrics[name] for sample in samples if name in sample.metrics] for name in names}
     found["observed_tokens"] = [float((~sample.sampled[sample.sampled.argmax() :]).sum()) for sample in samples]
-    found["reward"] = [_given(sample) for sample in samples]
+    found["reward"] = [_environment_reward(sample) for sample in samples]
     failed = sum(found.pop("failed", ()))
     return {"episode/failed": failed, **{f"episode/{name}": float(np.nanmean(each)) for name, each in found.items()}}
 
@@ -421,7 +428,7 @@ def _out_of_room(samples: Sequence[Sample], limits: GenerationConfig) -> dict[st
 
 
 def _last_answer(sample: Sample) -> int:
-    """Its tokens."""
+    """How many tokens the policy drew last in a row."""
     return int((~sample.sampled[::-1]).argmax()) if sample.sampled[-1] else 0
 
 
@@ -430,7 +437,7 @@ def _ended(samples: Sequence[Sample]) -> Tensor:
     return torch.tensor([sample.finish_reason == "stop" for sample in samples])
 
 
-def _given(sample: Sample) -> float:
+def _environment_reward(sample: Sample) -> float:
     """The total reward from an environment."""
     return 0.0 if sample.rewards is None else float(sample.rewards.sum(dtype=np.float64))
 

@@ -1,19 +1,14 @@
-"""What a reward worker says of its share of a batch: the same, however many workers there are."""
+"""Reward functions of a worker that sees a share of each batch: rewards do not depend on the number of workers."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xxhash import xxh32
 
-from async_rlhf.rewards.functions import RewardFunction, judge
+from async_rlhf.rewards.functions import Outcome, RewardError, RewardFunction, judge
 from async_rlhf.system.random_state import capture, equal, seed_all
-
-Judged = list[tuple[str, list[float | None], tuple[str, str, str] | None]]
-"""For each function: its name, the rewards, and, if something is wrong with them, the message, its traceback, and the
-cause."""
 
 
 class SharedFunctions:
@@ -40,7 +35,7 @@ class SharedFunctions:
         timeout: float | None,
         skip: bool,
         retries: int = 0,
-    ) -> Judged:
+    ) -> list[Outcome]:
         """The rewards of all functions; without ``skip``, only up to the first that fails.
 
         Args:
@@ -53,33 +48,31 @@ class SharedFunctions:
             retries: how often a call that raises is made again.
         """
 
-        def judged(part: slice) -> Judged:
-            self._begin(prompts[part], completions[part])
-            own = {name: values[part] for name, values in columns.items()}
-            found: Judged = []
-            given = self._functions, prompts[part], completions[part], own, timeout, retries
-            for name, rewards, error in judge(*given):
-                trace = traceback.format_exception(error.__cause__) if error is not None and error.__cause__ else []
-                found.append((name, rewards, None if error is None else (str(error), "".join(trace), error.cause)))
-                if error is not None and not skip:
+        def judged(part: slice) -> list[Outcome]:
+            self._seed_for(prompts[part], completions[part])
+            columns_here = {name: values[part] for name, values in columns.items()}
+            found = []
+            for outcome in judge(self._functions, prompts[part], completions[part], columns_here, timeout, retries):
+                found.append(outcome)
+                if outcome[2] is not None and not skip:
                     break
             return found
 
         if not self._draw:
             found, after = judged(slice(None)), capture()
-            self._begin(prompts, completions)
+            self._seed_for(prompts, completions)
             self._draw = not equal(capture(), after)
             if not self._draw:
                 return found
         rewards: dict[str, list[float | None]] = {}
-        wrong: dict[str, tuple[str, str, str] | None] = {}
+        errors: dict[str, RewardError | None] = {}
         for first in range(0, len(prompts), samples):
-            for name, values, told in judged(slice(first, first + samples)):
+            for name, values, error in judged(slice(first, first + samples)):
                 rewards.setdefault(name, []).extend(values)
-                wrong[name] = wrong.get(name) or told
-        return [(name, values, wrong[name]) for name, values in rewards.items()]
+                errors[name] = errors.get(name) or error
+        return [(name, values, errors[name]) for name, values in rewards.items()]
 
-    def _begin(self, prompts: Sequence[str], completions: Sequence[str]) -> None:
+    def _seed_for(self, prompts: Sequence[str], completions: Sequence[str]) -> None:
         """Seed the global random generators for these completions."""
         text = repr((self._seed, prompts, completions))
         seed_all(xxh32(text.encode(errors="surrogatepass")).intdigest())

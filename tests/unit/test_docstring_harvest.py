@@ -1,8 +1,7 @@
-"""The docstring task's text: exact rows, fixed order, a cache that notices changes, no leakage of splits."""
+"""The docstring task's text: exact rows, fixed order, no leakage of splits."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,13 +80,6 @@ def package(tmp_path: Path) -> Path:
     return root
 
 
-def forbid_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def parse(chunk: Sequence[object]) -> object:
-        raise AssertionError("parsed again")
-
-    monkeypatch.setattr(docstring_harvest, "_parse_chunk", parse)
-
-
 def forbid_parsing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only spawned processes, which import the module anew, can still parse."""
 
@@ -97,86 +89,41 @@ def forbid_parsing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docstring_harvest.ast, "parse", parse)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    return json_rows(path)
-
-
-def test_exact_rows_of_a_package(package: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_exact_rows_of_a_package(package: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        functions = harvest([str(package)], cache_dir=tmp_path / "cache", progress=False)
+        functions = harvest([str(package)])
     quotes = '\n    """'
     get_item = "def get_item(self, key: str, default=None) -> int:" + quotes
     fetch = "async def fetch(self, *keys, timeout: float=1.5):" + quotes
     assert functions == [
-        Function("shop", "shop", "version", "version", f"def version():{quotes}", "Return the version as text."),
-        Function("shop", "shop.store", "Store.get_item", "get_item", get_item, "Return the item of a key."),
-        Function("shop", "shop.store", "Store.fetch", "fetch", fetch, "Fetch the items of all keys"),
-        Function("shop", "shop.store", "Store.size", "size", f"def size(self):{quotes}", "The number of items."),
-        Function("shop", "shop.store", "_load", "_load", f"def _load(path):{quotes}", "Load a store from a file."),
+        Function("version", f"def version():{quotes}", "Return the version as text."),
+        Function("get_item", get_item, "Return the item of a key."),
+        Function("fetch", fetch, "Fetch the items of all keys"),
+        Function("size", f"def size(self):{quotes}", "The number of items."),
+        Function("_load", f"def _load(path):{quotes}", "Load a store from a file."),
     ]
     assert "harvested 5 functions from 4 files (1 did not parse)" in caplog.text
 
 
-def test_real_functions_of_the_standard_library(tmp_path: Path) -> None:
-    functions = harvest(["argparse", "json"], cache_dir=tmp_path, progress=False)
-    rows = {(function.module, function.qualname): function for function in functions}
-    assert [function.source for function in functions] == sorted(function.source for function in functions)
-    encode = rows["json.encoder", "JSONEncoder.encode"]
-    assert encode.query + encode.summary == (
-        'def encode(self, o):\n    """Return a JSON string representation of a Python data structure.'
-    )
-    get_help = rows["argparse", "ArgumentDefaultsHelpFormatter._get_help_string"]
-    assert get_help.query == 'def _get_help_string(self, action):\n    """'
-    assert get_help.summary == "Add the default value to the option help message."
-    assert ("argparse", "ArgumentParser.error") not in rows  # its first line is "error(message: string)"
-    assert ("json.decoder", "JSONDecoder.raw_decode") not in rows  # its first paragraph has two lines
-    assert len({function.query for function in functions}) == len(functions)
+def test_real_functions_of_the_standard_library() -> None:
+    functions = harvest(["argparse", "json"])
+    summaries = {function.query: function.summary for function in functions}
+    assert len(summaries) == len(functions)
+    assert functions[0].name == "_get_help_string"  # of argparse, the first source
+    texts = [query + summary for query, summary in summaries.items()]
+    assert 'def _get_help_string(self, action):\n    """Add the default value to the option help message.' in texts
+    assert 'def encode(self, o):\n    """Return a JSON string representation of a Python data structure.' in texts
+    names = {function.name for function in functions}
+    assert not {"error", "raw_decode"} & names  # "error(message: string)", and a first paragraph of two lines
 
 
-def test_two_workers_give_the_rows_of_one(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docstring_harvest, "_CHUNK_BYTES", 2_000)  # many tasks: an order to get wrong
-    sources = [str(package), "json", "argparse", "email"]
-    one = harvest(sources, cache_dir=tmp_path / "one", workers=1, progress=False)
+def test_processes_give_the_rows_of_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [str(package), "encodings", "email", "asyncio"]  # two tasks: an order to get wrong
+    one = harvest(sources)
+    monkeypatch.setattr(docstring_harvest, "_FEW_FILES", 1)
     forbid_parsing_here(monkeypatch)
-    two = harvest(sources, cache_dir=tmp_path / "two", workers=2, progress=False)
-    assert one == two
+    assert harvest(sources) == one
     assert len(one) > 100
-    assert list(dict.fromkeys(function.source for function in one)) == ["shop", "json", "argparse", "email"]
-
-
-def test_second_harvest_parses_nothing(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASYNC_RLHF_CACHE", str(tmp_path / "cache"))
-    first = harvest([str(package)], progress=False)
-    assert len(list((tmp_path / "cache").iterdir())) == 1  # and no temporary file
-    forbid_parsing(monkeypatch)
-    assert harvest([str(package)], progress=False) == first
-
-
-def test_changed_file_is_harvested_again(package: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    harvest([str(package)], cache_dir=cache, progress=False)
-    file = package / "__init__.py"
-    file.write_text(file.read_text().replace("version", "licence"))  # the same size: the time tells
-    os.utime(file, ns=(1, 1))
-    again = harvest([str(package)], cache_dir=cache, progress=False)
-    assert again[0].summary == "Return the licence as text."
-
-
-@pytest.mark.parametrize("damage", ["truncated", "altered", "empty", "binary"])
-def test_damaged_cache_is_harvested_again(package: Path, tmp_path: Path, damage: str) -> None:
-    cache = tmp_path / "cache"
-    first = harvest([str(package)], cache_dir=cache, progress=False)
-    (file,) = cache.iterdir()
-    text = file.read_text()
-    damaged = {
-        "truncated": text[: len(text) // 2],
-        "altered": text.replace("Return", "Retorn"),
-        "empty": "",
-        "binary": "\udcff\x00" + text,
-    }[damage]
-    file.write_bytes(damaged.encode(errors="surrogateescape"))
-    assert harvest([str(package)], cache_dir=cache, progress=False) == first
-    assert file.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -189,15 +136,15 @@ def test_damaged_cache_is_harvested_again(package: Path, tmp_path: Path, damage:
         ("missing.py", "'missing.py': no such folder or .py file"),
     ],
 )
-def test_unknown_source_is_named_with_what_would_be_right(source: str, problem: str, tmp_path: Path) -> None:
+def test_unknown_source_is_named_with_what_would_be_right(source: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem + '.*must be an installed top-level package, "stdlib", or a path'):
-        harvest([source], cache_dir=tmp_path, progress=False)
+        harvest([source])
 
 
-def test_module_loaded_without_a_spec_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_loaded_without_a_spec_has_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "made_by_hand", ModuleType("made_by_hand"))
     with pytest.raises(ValueError, match="'made_by_hand' is not installed"):
-        harvest(["made_by_hand"], cache_dir=tmp_path, progress=False)
+        harvest(["made_by_hand"])
 
 
 def test_default_sources_begin_with_the_standard_library() -> None:
@@ -207,7 +154,7 @@ def test_default_sources_begin_with_the_standard_library() -> None:
 
 def functions_named(names: Sequence[str]) -> list[Function]:
     return [
-        Function("p", "p.m", name, name, f'def {name}(x{number}):\n    """', f"Do the thing {number}.")
+        Function(name, f'def {name}(x{number}):\n    """', f"Do the thing {number}.")
         for number, name in enumerate(names)
     ]
 
@@ -239,8 +186,8 @@ def test_split_depends_on_seed_and_name_alone() -> None:
 HELDOUT_OF_SEED_1 = ["name_14", "name_22", "name_29", "name_34"]
 
 
-def test_split_of_real_functions_has_no_leakage(tmp_path: Path) -> None:
-    parts = split(harvest(["email", "json", "asyncio"], cache_dir=tmp_path, progress=False), seed=0)
+def test_split_of_real_functions_has_no_leakage() -> None:
+    parts = split(harvest(["email", "json", "asyncio"]), seed=0)
     heldout = {(f.query, f.summary) for f in parts["heldout"]}
     elsewhere = {(f.query, f.summary) for part in ("train", "preference") for f in parts[part]}
     assert heldout
@@ -248,34 +195,23 @@ def test_split_of_real_functions_has_no_leakage(tmp_path: Path) -> None:
     assert not {query for query, _ in heldout} & {query for query, _ in elsewhere}
 
 
-@pytest.mark.parametrize("fractions", [(0.5, 0.5, 0.5), (1.2, -0.1, -0.1), (0.5, 0.5)])
-def test_split_requires_fractions_of_one(fractions: tuple[float, float, float]) -> None:
-    with pytest.raises(ValueError, match="three numbers >= 0"):
-        split([], seed=0, fractions=fractions)
-
-
 def test_written_files_have_their_fields(tmp_path: Path) -> None:
     train, preference, heldout = functions_named(["load", "save", "close"])
     parts = {"train": [train], "preference": [preference], "heldout": [heldout]}
-    paths = write_splits(parts, tmp_path / "new" / "folder")
-    assert {stem: path.name for stem, path in paths.items()} == {
-        "sft": "sft.jsonl",
-        "rl": "rl.jsonl",
-        "preference_prompts": "preference_prompts.jsonl",
-        "heldout": "heldout.jsonl",
-    }
-    assert read(paths["sft"]) == [
+    folder = tmp_path / "new" / "folder"
+    write_splits(parts, folder)
+    assert json_rows(folder / "sft.jsonl") == [
         {
             "query": 'def load(x0):\n    """',
             "query_reference_response": 'def load(x0):\n    """Do the thing 0.',
             "name": "load",
         }
     ]
-    assert read(paths["rl"]) == [{"query": 'def load(x0):\n    """', "name": "load"}]
-    assert read(paths["preference_prompts"]) == [
+    assert json_rows(folder / "rl.jsonl") == [{"query": 'def load(x0):\n    """', "name": "load"}]
+    assert json_rows(folder / "preference_prompts.jsonl") == [
         {"query": 'def save(x1):\n    """', "reference_response": "Do the thing 1.", "name": "save"}
     ]
-    assert read(paths["heldout"]) == [
+    assert json_rows(folder / "heldout.jsonl") == [
         {
             "query": 'def close(x2):\n    """',
             "query_reference_response": 'def close(x2):\n    """Do the thing 2.',
@@ -283,19 +219,15 @@ def test_written_files_have_their_fields(tmp_path: Path) -> None:
             "name": "close",
         }
     ]
-    assert sorted(path.name for path in paths["sft"].parent.iterdir()) == sorted(path.name for path in paths.values())
+    assert len(list(folder.iterdir())) == 4
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     parts = {"train": functions_named(["load"]), "preference": [], "heldout": []}
-    before = write_splits(parts, tmp_path)["sft"].read_text()
+    write_splits(parts, tmp_path)
+    before = (tmp_path / "sft.jsonl").read_text()
     broken = {**parts, "train": [*parts["train"], "not a function"]}
     with pytest.raises(AttributeError):
         write_splits(broken, tmp_path)  # type: ignore[arg-type]
     assert (tmp_path / "sft.jsonl").read_text() == before
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_missing_split_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"lacks \['heldout'\]"):
-        write_splits({"train": [], "preference": []}, tmp_path)

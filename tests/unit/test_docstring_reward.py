@@ -91,9 +91,8 @@ PAIRS = [
 
 
 @pytest.fixture(scope="module")
-def functions(tmp_path_factory: pytest.TempPathFactory) -> list[Function]:
-    packages = ["email", "asyncio", "unittest", "argparse", "logging", "tarfile", "pathlib", "http", "numpy"]
-    return harvest(packages, cache_dir=tmp_path_factory.mktemp("cache"), progress=False)
+def functions() -> list[Function]:
+    return harvest(["email", "asyncio", "unittest", "argparse", "logging", "tarfile", "pathlib", "http", "numpy"])
 
 
 @each(REAL)

@@ -18,7 +18,7 @@ from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import RayConfig
 from async_rlhf.rewards import numeric_answer, regex
 from async_rlhf.rewards.functions import RewardError, load_reward_functions
-from async_rlhf.rewards.sandbox import Source, source_of
+from async_rlhf.rewards.sandbox import loader_of
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
@@ -226,10 +226,10 @@ def module_function(prompts, completions, **columns):
 
 
 def test_where_functions_come_from():
-    assert source_of(module_function) == Source(f"{__name__}:module_function")
-    assert source_of(numeric_answer(tolerance=0.5)).load() == numeric_answer(tolerance=0.5)
+    assert loader_of(module_function)() is module_function
+    assert loader_of(numeric_answer(tolerance=0.5))() == numeric_answer(tolerance=0.5)
     for function in (lambda **columns: [], [].append, print):
-        assert isinstance(source_of(function), str)
+        assert isinstance(loader_of(function), str)
 
 
 # Of a whole program
@@ -238,7 +238,7 @@ PROGRAM = """
 import signal, sys
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.rewards.functions import call_reward_functions
-from async_rlhf.rewards.sandbox import StoppableFunction, source_of
+from async_rlhf.rewards.sandbox import StoppableFunction, loader_of
 
 def terminate(*_):
     sys.exit(143)
@@ -246,7 +246,7 @@ def terminate(*_):
 signal.signal(signal.SIGTERM, terminate)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 (function,) = load_reward_functions(["mine.py:spins"])
-spins = StoppableFunction("spins", function, source_of(function), 1000.0)
+spins = StoppableFunction("spins", function, loader_of(function), 1000.0)
 for _ in range(3):
     spins.start()
     spins.wait()

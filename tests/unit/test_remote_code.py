@@ -182,8 +182,7 @@ def test_one_place_loads_by_name():
         "config, trust_remote_code=brings_code(type(policy)))",
         # What this very process has pickled, for a process that it has started, over a pipe that nobody else has.
         "rewards/ray.py: self._functions = SharedFunctions(cloudpickle.loads(self._pickled), self._seed)",
-        "rewards/sandbox.py: return pickle.loads(self.pickled) if self.pickled else "
-        'load_object(self.name, "reward_funcs")',
+        "rewards/sandbox.py: return pickle.loads(function)",
         # What the run has pickled of the user's, for a process that it has started.
         "generation/episodes/spec.py: return Sent(what(), what, name) if callable(what) else "
         "Sent(cloudpickle.loads(what), name=name)",

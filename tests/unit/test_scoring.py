@@ -7,6 +7,7 @@ import asyncio
 import copy
 import itertools
 import math
+import pickle
 import random
 import signal
 import subprocess
@@ -428,20 +429,14 @@ def test_a_broken_reward_function_is_named(function, penalty, tokenizer):
     with pytest.raises(RewardError, match=function.__name__) as error:
         scorer(make_batch(tokenizer))
     assert "length_reward" not in str(error.value)
+    count = {gives_too_few: 5, gives_too_many: 7}.get(function)
+    assert count is None or f"returned {count} rewards for 6 completions" in str(error.value)
     if function in (raises, raises_later):
         cause = error.value.__cause__
         assert isinstance(cause, KeyError)
         assert "no such key here" in str(error.value)
         frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
         assert frames[-1] == function.__name__
-
-
-def test_wrong_counts_are_errors_that_say_both_numbers(tokenizer):
-    for function, count in ((gives_too_few, 5), (gives_too_many, 7)):
-        with pytest.raises(RewardError) as error:
-            Scorer(tokenizer, config(), None, [function])(make_batch(tokenizer))
-        assert str(count) in str(error.value)
-        assert "6" in str(error.value)
 
 
 @pytest.mark.parametrize("function", [*NO_SEQUENCES, gives_none, yields])
@@ -1038,4 +1033,13 @@ def test_a_function_that_draws_and_fails_is_told_with_its_prompt():
     worker = SharedFunctions({"fails": fails}, seed=0)
     ((_, values, wrong),) = worker.call(["p"] * 8, [f"c{i}" for i in range(8)], {}, 2, None, True, 0)
     assert [math.isnan(value) for value in values] == [False] * 5 + [True] + [False] * 2
-    assert "reward function fails returned nan" in wrong[0]
+    assert "reward function fails returned nan" in str(wrong)
+
+
+@each([(gives_nan, None), (raises, "in raises\n    raise KeyError")])
+def test_an_error_that_is_sent_has_its_cause_as_text(function, cause):
+    ((_, _, error),) = SharedFunctions({"f": function}, seed=0).call(["p"], ["abc"], {}, 1, None, True)
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), sent.frames, sent.cause) == (str(error), error.frames, error.cause)
+    assert (sent.__cause__ is None) == (cause is None)
+    assert cause is None or cause in str(sent.__cause__)

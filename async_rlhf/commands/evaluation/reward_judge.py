@@ -116,7 +116,7 @@ class RewardJudge:
             found = scores
             for function in self.functions:
                 name = functions.function_name(function)
-                rewards = functions.call_reward_functions({name: function}, prompts, completions, columns)[name]
+                rewards = functions.call_reward_functions({name: function}, prompts, completions, columns)[0][name]
                 found = [a if b is None else (a or 0.0) + b for a, b in zip(found, rewards, strict=True)]
             return functions.numbers(found, prompts, completions)
 

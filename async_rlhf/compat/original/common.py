@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from async_rlhf.compat.original.keys import ENVIRONMENT, HERE, KEYS, MAPPED, THERE
+from async_rlhf.compat.original.keys import ENVIRONMENT, EXPORTED, HERE, KEYS, MAPPED, THERE
 from async_rlhf.config.base import Checked, fields_of, require
 from async_rlhf.config.parsing import options_of
 
@@ -191,22 +191,6 @@ def _lines(texts: Mapping[str, str], indent: str = "") -> Iterator[str]:
         else:
             yield f"{indent}{group}:"
             yield from _lines(inner, f"{indent}  ")
-
-
-_EXPORTED = """
-    CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES
-    MKL_NUM_THREADS OMP_NUM_THREADS TOKENIZERS_PARALLELISM
-    HF_DATASETS_OFFLINE HF_HUB_OFFLINE HF_HUB_DISABLE_TELEMETRY TRANSFORMERS_OFFLINE
-    DATASETS_VERBOSITY HF_HUB_DISABLE_PROGRESS_BARS TRANSFORMERS_VERBOSITY
-    GLOO_SOCKET_IFNAME NCCL_DEBUG NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME
-    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF
-    WANDB_DISABLED WANDB_ENTITY WANDB_GROUP WANDB_JOB_TYPE WANDB_LOG_MODEL WANDB_MODE WANDB_NAME WANDB_NOTES
-    WANDB_PROJECT WANDB_RESUME WANDB_RUN_GROUP WANDB_RUN_ID WANDB_SILENT WANDB_TAGS WANDB_WATCH
-"""
-EXPORTED = frozenset(_EXPORTED.split())
-"""Variables that a file may set. Others may make this program load libraries or modules (LD_PRELOAD, PYTHONPATH) or
-send keys to other hosts (WANDB_BASE_URL, HF_ENDPOINT), or are keys themselves.
-"""
 
 
 def environment(t: Translation) -> None:

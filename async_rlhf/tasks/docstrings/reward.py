@@ -15,7 +15,7 @@ Six components in [0, 1] are added:
 - length: exp(-((c - 44) / 36)^2) for c characters without the last full stop; a quarter of it if the whole is
   longer than 72 characters, and 0 for more than one line.
 - fluency: how common the order of the kinds of words is (determiner, preposition, noun...): the mean, over
-  neighbours, of the pointwise mutual information of their kinds in `_FLOW`, from -0.5 (0) to 0.5 nats (1);
+  neighbours, of the pointwise mutual information of their kinds in `words.yml`, from -0.5 (0) to 0.5 nats (1);
   times 0.7 for each word of a run of nouns beyond its third, and 0.3 for four or more words without a
   function word: a list of keywords is not a sentence.
 - relevance: (0.4 + 0.6 fluency) * (0.85 name * novelty + 0.15 signature)^0.6, with 1 and 0 for a signature
@@ -52,108 +52,16 @@ from collections import Counter
 from functools import lru_cache
 from itertools import pairwise
 from operator import mul
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 WEIGHTS = {"imperative": 0.14, "capital": 0.06, "period": 0.08, "length": 0.08, "fluency": 0.14}
 WEIGHTS["relevance"] = 0.50
 GATES = ("words", "repetition", "brevity", "symbols")
 MAX_WORDS = 60
 
-# Base forms of the verbs that begin docstrings.
-_VERB_TEXT = """
-abort accept accumulate acquire activate add adjust advance aggregate align allocate allow analyze annotate
-append apply arrange ask assemble assert assign associate assume attach attempt augment authenticate average
-begin benchmark bind block break broadcast build cache calculate call cancel capture cast cause center change
-check choose clamp clean clear clip clone close coerce collapse collate collect combine compare compile
-compose compress compute concatenate configure confirm connect consolidate constrain construct consume contain
-convert copy correct count cover create crop debug decide declare decode decorate decrement define delay
-delete derive describe destroy detach detect determine differentiate disable disassemble discard discover
-dispatch display divide do download draw drop dump duplicate edit eliminate embed emit enable encode enforce
-enqueue ensure enter enumerate erase escape estimate evaluate exchange exclude execute exit expand export
-expose extend extract fail feed fetch figure fill filter find finish fire fit fix flatten flip flush fold
-follow force format forward free freeze fuse gather generate get give grab group guard guess handle hash help
-hide hint ignore implement import increase increment indicate infer init inject insert inspect install
-instantiate integrate interleave interpolate interpret invalidate invert invoke isolate issue iterate join
-keep kill launch leave let list load locate lock log login logout look lookup lower make map mark mask match
-measure merge mirror mock move multiply mutate name narrow negate obtain offload open output override pack pad
-parse partition pass patch pause perform permute persist pick pickle place plot poll pop populate post predict
-prepare prepend print probe process produce promote prompt propagate provide prune publish pull push put query
-quit quote rank read receive record redirect reduce refresh register release remember render reorder repeat
-replay replicate report represent request reshape resume retrieve reverse rewind roll rotate round route run
-sample save scale scan schedule search seek select send separate serve set setup shard share shift show shrink
-shuffle shut shutdown signal skip slice solve sort spawn split stack start stop store stream strip submit
-substitute subtract sum suppress suspend swap switch sync take tally terminate test toggle trace track
-transfer transform translate transpose traverse trigger truncate try tune turn update upgrade upload use
-validate view visit wait wake walk warn wrap write yield zip
-"""
-# The commonest other words of docstrings: a word that is not here, not a verb and not in the signature is unknown.
-_WORD_TEXT = """
-according active address allocator allowed along already annotation api args arguments array arrow attention
-attr attributes audio available axis backend backward based binary bit bool bounding boxes bucket buffer bytes
-callable callback case channel character checkpoint child choice chunk class code color column command common
-compatible complex config configuration connection constant constraints containing content context contiguous
-cookie coordinates corresponding cpu cuda current custom data dataset day decorator default defined deprecated
-descriptor device dict dictionary dim dimension dir directly directory distribution dtensor dtype element
-email embeddings empty enabled end endpoint entry environment equal error event example exception exists
-expected expression extension face factory false feature fields file filename first flags float fn folder
-following form found fp frame fsdp full func function functional fused future fx given global gpu gradient
-graph header helper hook host hour http hub hugging id identifier ids ignored image implementation including
-indicating indices inference info information input installed instance instructions int integer internal item
-iterable iterator job json kernel key kwargs last layer layout leaf length level library line linear local
-location loop loss mailbox main manager matrix max maximum memory mesh message metadata method minute mode
-model module month multiple namespace needed nested new next node none num number numpy obj object offset once
-only onnx op operand operations ops optimizer optional options original other overlap package packed pair
-param parameters parent part password patches path pattern people person placeholder placement plan point
-polynomial pool port position possible pre predictions prefix process product profiler provided python pytorch
-quantized query queue random range ratio raw real recursively reduction reference registered related relative
-remote repo representation represents requires resource response result right root rotation row rules runtime
-safe same scalar scatter schema script second section see selection self sequence series server shape shared
-side signature single size socket sorted source space sparse spec special specific specified square stage
-standard state storage strategy stride string structure subclass submodule support symbol symbolic system
-table takes target template tensor text thread time token tokenizer torch total tracking training tree triton
-true tuple two type underlying unique url used user uses utility valid value variable vector version video
-warning weather week weights width window work wrapper year zero
-"""
-# Function words by kind: these are the kinds of `_FLOW`, with V (verb), I (-ing, -ed), J (-ly), # (number)
-# and N (the rest), ^ and $ (start and end of the text).
-_FUNCTION_TEXT = """
-D a an the this that these those its their each every any all some no our your his another both one
-R it they them we you he i there itself themselves
-P of for to from in on at by with into as over through without between within using via per under about after
-P before against across during until upon onto than like out up down off
-C and or but nor if whether when while where which who how what whose because so since unless then else
-X is are was were be been being has have had does did do can could will would should may might must not cannot
-X doesn isn don
-"""
-# Tenths of nats: log P(column | row) / P(column) for the kinds of neighbouring words in 14,000 harvested
-# summaries, smoothed; rows and columns in the order of _KINDS.
-_KINDS = "^DRPCXVIJ#N$"
-_FLOW = """
- -17  -9 -29 -16 -14  21 -13   6 -24  -5 -64
- -25 -15 -28 -24  -3 -66   5  -1  -5   6 -30
- -26  -6   0   1  28 -32  -7  12  -3  -5   5
-  12  -1 -25 -18  -7  -4   1  -2  -2  -1 -30
-   5  24 -15 -14   5   7   1   6   1  -1 -32
-   3  -7 -11 -26  19  -2  16  15  -1  -5 -18
-  14   5  -8   6 -21 -61  -6   0 -11  -4 -22
-  -7   6   8   2 -13 -57  -4   0 -15   0   2
-  -7  -8  -4   6   3  10  14  -5 -22  -7   3
- -31  -6  -6   5  -2 -37  -2 -22  21   2   6
-  -9  -6   6   4   1 -78  -2  -3   4  -1   7
-"""
-# Words of names with little weight; and, after each first word, the words that count as mentioning it.
-_LIGHT_TEXT = "get set is has can should do make to from of in for by with and or on the as"
-_PARAPHRASE_TEXT = """
-get return fetch retrieve obtain | set assign change update | is whether true check if return test determine
-has have whether true check if contain | can whether true check if | should whether true check if
-cls class | do perform run execute | make create build construct | mk make create | to into as convert
-ctx context | del delete remove | rm remove delete | cp copy | err error | exc exception | fmt format
-fn function | idx index | kwargs keyword | len length number | lst list | max maximum largest highest
-min minimum smallest lowest | mod module | msg message | num number count | pkg package | ptr pointer
-src source | tmp temporary | addr address | cnt count | init initialize initial | iter iterate iterator
-eq equal | sub subtract substitute
-"""
-_DULL_TEXT = "self cls args kwargs none str int bool float optional union any list dict tuple"
 _VERB_PREFIXES = ("re", "un", "de", "pre")
 # Endings that a stem lacks: at least three letters are left, or four for the last four.
 _SUFFIXES = ("ization", "ation", "ing", "ed", "er", "or", "ly", "ion")
@@ -248,7 +156,7 @@ def _fluency(words: list[str]) -> float:
             kind = "N"  # within a sentence, "list" and "name" are nouns
         kinds.append(kind)
     kinds.append("$")
-    mean = sum(_PAIRS[pair] for pair in pairwise(kinds)) / (len(kinds) - 1)
+    mean = sum(_FLOW[pair] for pair in pairwise(kinds)) / (len(kinds) - 1)
     runs = (len(run) for run in re.findall("[NI#V]+", "".join(kinds[1:-1])))
     crowding = 0.7 ** sum(max(0, run - 3) for run in runs)
     if len(words) >= 4 and not any(kind in "DRPCX" for kind in kinds):
@@ -380,18 +288,18 @@ def _kind(word: str) -> str:
     return "J" if word.endswith("ly") else "I" if word.endswith(("ing", "ed")) else "N"
 
 
-_VERBS = frozenset(_VERB_TEXT.split())
-_VERB_STEMS = frozenset(map(_stem, _VERBS))
-_KIND_OF = {word: line[0] for line in _FUNCTION_TEXT.strip().splitlines() for word in line[1:].split()}
+_KINDS = "^DRPCXVIJ#N$"
+_TEXTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("words.yml").read_text(encoding="utf-8"))
+_VERBS = frozenset(_TEXTS["verbs"].split())
+_KIND_OF = {word: line[0] for line in _TEXTS["function_words"].splitlines() for word in line[1:].split()}
 _FUNCTION_STEMS = frozenset(map(_stem, _KIND_OF))
-_KNOWN_STEMS = _VERB_STEMS | _FUNCTION_STEMS | frozenset(map(_stem, _WORD_TEXT.split()))
-_LIGHT = frozenset(_LIGHT_TEXT.split())
-_DULL = frozenset(_DULL_TEXT.split())
-_PARAPHRASES = {
-    (words := line.split())[0]: frozenset(map(_stem, words)) for line in re.split(r"[|\n]", _PARAPHRASE_TEXT.strip())
-}
-_PAIRS = {
+_KNOWN_STEMS = _FUNCTION_STEMS | frozenset(map(_stem, _VERBS)) | frozenset(map(_stem, _TEXTS["words"].split()))
+_LIGHT = frozenset(_TEXTS["light"].split())
+_DULL = frozenset(_TEXTS["dull"].split())
+_PARAPHRASE_LISTS = (part.split() for part in re.split(r"[|\n]", _TEXTS["paraphrases"].strip()))
+_PARAPHRASES = {words[0]: frozenset(map(_stem, words)) for words in _PARAPHRASE_LISTS}
+_FLOW = {
     (row, column): int(cell) / 10
-    for row, line in zip(_KINDS[:-1], _FLOW.strip().splitlines(), strict=True)
+    for row, line in zip(_KINDS[:-1], _TEXTS["flow"].splitlines(), strict=True)
     for column, cell in zip(_KINDS[1:], line.split(), strict=True)
 }
