@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,7 +155,7 @@ def load_policy(
         device: where to put it.
         key: the configuration key that errors name.
         trust: whether code that comes with it may be run.
-        unread: leave its weights in their files until it is sharded, see :mod:`~async_rlhf.models.sharded_loading`; a
+        on_meta: leave its weights in their files until it is sharded, see :mod:`~async_rlhf.models.sharded_loading`; a
             model with which that cannot be is read whole, and the log says why.
     """
     return disable_dropout(placed(_load(AutoModelForCausalLM, name, key, trust, on_meta), device))
@@ -191,7 +191,7 @@ def load_reward_model(
         key: the configuration key that errors name.
         trust: see :func:`load_policy`.
         dtype: of the weights.
-        unread: see :func:`load_policy`; in float32.
+        on_meta: see :func:`load_policy`; in float32.
     """
     model = _load(AutoModelForSequenceClassification, name, key, trust, on_meta, num_labels=1)
     return placed(check_reward_model(model, key), device, dtype).eval()
@@ -217,7 +217,7 @@ def reward_model_for(
     trust: bool = False,
     on_meta: bool = False,
 ) -> PreTrainedModel:
-    """The given reward model, or the one of that name, which must use the policy's tokens; for ``unread`` see
+    """The given reward model, or the one of that name, which must use the policy's tokens; for ``on_meta`` see
     :func:`load_reward_model`.
     """
     if isinstance(model, str):
@@ -279,16 +279,15 @@ def _load_unread(
             files, _ = get_checkpoint_shard_files(source, index, revision=revision)
         else:
             raise OnlyWholeError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
-        config.name_or_path = source
-        model, report = unread_model(kind, config, files, new)
+        with quietly(0):
+            model, report = unread_model(kind, config, files, new)
     except OnlyWholeError as why:
         logger.info("%s: every rank reads all of %r before it keeps its share: %s", key, name, why)
         return None
+    model.name_or_path = model.config.name_or_path = source
     if model.can_generate():
-        kept = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": False, "token": None}
-        model.adjust_generation_fn(
-            None, True, None, source, **kept, revision=revision, subfolder="", trust_remote_code=False
-        )
+        with suppress(OSError):  # it has none of its own
+            model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
     return model, report
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import (
@@ -33,11 +34,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import stored
-from async_rlhf.models.weight_sources import DTYPE, OnlyWholeError, Origin, Read, origins_of, reading, rows
+from async_rlhf.models.weight_sources import DTYPE, OnlyWholeError, Origin, Read, reading, rows, unread_tensors
 from async_rlhf.models.weights import digest, digests, named_weights, saved_buffers
 
 _KINDS = {
@@ -109,33 +109,53 @@ def unread_model(
         OnlyWholeError: it can only be read whole.
         ValueError: a tensor has another shape in the file.
     """
-    model = _without_weights(kind, config)
-    found, unexpected = origins_of(model, files)
+    chosen = _class_of(kind, config)
+    try:
+        with init_empty_weights(include_buffers=False):
+            buffers = dict(kind.from_config(config, dtype=DTYPE).named_buffers())
+        model, report = chosen.from_pretrained(
+            None,
+            config=config,
+            state_dict=unread_tensors(files),
+            dtype=DTYPE,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
+    for name, shape, right in report["mismatched_keys"]:
+        right = f"must be of the shape {tuple(right)}, as the model's configuration says"
+        raise ValueError(f"{name}: got a tensor of the shape {tuple(shape)}; {right}")
+    if any(parameter.dtype != DTYPE for parameter in model.parameters()):
+        raise OnlyWholeError("not all of its weights are float32")
+    if any(model.get_parameter(a) is not model.get_parameter(b) for a, b in model.all_tied_weights_keys.items()):
+        raise OnlyWholeError("its files hold tied weights more than once")
+    report["missing_keys"].discard(new)
     origins: dict[str, Origin] = {}
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    missing = set()
-    for parameter, same in names.items():
-        held = [name for name in same if name in found]
-        if len(held) > 1:
-            raise OnlyWholeError("its files hold tied weights more than once")
-        if held:
-            origins[same[0]] = _fitting(held[0], found[held[0]], parameter)
-        elif new in same:
-            origins[new] = torch.zeros((), dtype=DTYPE).expand(parameter.shape)
-        else:
-            missing.add(same[0])
-    missing |= _fill_buffers(model, found)
-    report = LoadStateDictInfo(set(missing), unexpected, set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(report)
-    if not report.missing_keys and missing:
-        raise OnlyWholeError(f"its files may lack {min(missing)}, which transformers then makes")
+    for name, parameter in model.named_parameters():
+        origin = getattr(parameter, "origin", None)
+        if name == new and origin is None:
+            origin = torch.zeros((), dtype=DTYPE).expand(parameter.shape)
+        if origin is not None:
+            origins[name] = origin
+        elif name not in report["missing_keys"]:
+            raise OnlyWholeError(f"transformers makes its {name} of other tensors")
+    plain: dict[Tensor, nn.Parameter] = {}  # tied weights stay one
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            same = plain.setdefault(parameter, nn.Parameter(torch.empty(parameter.shape, device="meta")))
+            module.register_parameter(name, same)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, last = name.rpartition(".")
+        if (origin := getattr(buffer, "origin", None)) is not None:
+            _copy(buffers[name], origin)
+        setattr(model.get_submodule(owner), last, buffers[name])
     setattr(model, _SOURCE, Source(origins))
-    return model, report.to_dict()
+    return model, report
 
 
-def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+def _class_of(kind: Any, config: PretrainedConfig) -> Any:
     chosen = _KINDS[kind].get(type(config), None)
     if getattr(config, "quantization_config", None) is not None:
         raise OnlyWholeError("it is quantised")
@@ -145,44 +165,7 @@ def _without_weights(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
         raise OnlyWholeError("transformers has no model of its own for it")
     if "text_config" in config.sub_configs or getattr(config, "transformers_weights", None) is not None:
         raise OnlyWholeError("it is a part of another model")
-    try:
-        with torch.device("meta"):
-            model = chosen._from_config(config, dtype=DTYPE)
-    except (RuntimeError, NotImplementedError) as error:
-        raise OnlyWholeError(f"it cannot be built without weights ({type(error).__name__}: {error})") from error
-    if any(parameter.dtype != DTYPE for parameter in model.parameters()):
-        raise OnlyWholeError("not all of its weights are float32")
-    return model.eval()
-
-
-def _fitting(name: str, origin: Origin, tensor: Tensor) -> Origin:
-    if tuple(origin.shape) != tuple(tensor.shape):
-        right = f"must be of the shape {tuple(tensor.shape)}, as the model's configuration says"
-        raise ValueError(f"{name}: got a tensor of the shape {tuple(origin.shape)}; {right}")
-    return origin
-
-
-def _fill_buffers(model: PreTrainedModel, found: Mapping[str, Origin]) -> set[str]:
-    """Give the buffers their values: those in the files, and what transformers computes, such as frequencies.
-
-    Returns:
-        Names that the files lack.
-    """
-    missing = set()
-    saved = model.state_dict().keys()
-    for name, buffer in list(model.named_buffers()):
-        owner, _, own = name.rpartition(".")
-        value = torch.empty_like(buffer, device="cpu")
-        if name in found:
-            value.copy_(torch.cat(list(rows(_fitting(name, found[name], buffer)))))
-            value._is_hf_initialized = True  # type: ignore[attr-defined]
-        elif name in saved:
-            missing.add(name)
-        setattr(model.get_submodule(owner), own, value)
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    model.initialize_weights()  # only what is not marked so, as in from_pretrained
-    return missing
+    return chosen
 
 
 def parameter_digests(model: nn.Module, which: Callable[[Tensor], bool] = lambda _: True) -> dict[str, str]:
@@ -240,7 +223,7 @@ def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrai
     """A value model with the body of an unread policy and a head, named ``score``, of zeros; unread as well.
 
     Args:
-        model: is completed; on the meta device.
+        model: is completed; its parameters are on the meta device.
         policy: has not read its weights.
 
     Raises:
@@ -255,7 +238,6 @@ def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrai
         else:
             body = name.removeprefix(f"{model.base_model_prefix}.")
             origins[name] = source.origins[f"{policy.base_model_prefix}.{body}"]
-    _fill_buffers(model, {})
     buffers = dict(policy.base_model.named_buffers())
     for name, buffer in model.base_model.named_buffers():
         buffer.copy_(buffers[name])

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -26,7 +27,7 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     config = unquantised(policy)
     config.num_labels = 1
     try:
-        with torch.device("meta") if is_on_meta(policy) else nullcontext():
+        with init_empty_weights(include_buffers=False) if is_on_meta(policy) else nullcontext():
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
     except ValueError as error:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error

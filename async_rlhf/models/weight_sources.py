@@ -1,13 +1,12 @@
 """Where the weights of a model come from: which tensors of which safetensors files, and how a part of them is read.
 
 transformers computes some models with other names than their files have, or with other tensors: all experts of a layer
-in one, for example. Its own tables say how. The files are read, not mapped: pages of a mapped file count as a process's
-memory.
+in one, for example. It is given tensors that have no values and know where they come from (:class:`Unread`), and what
+it makes of them knows it, too. The files are read, not mapped: pages of a mapped file count as a process's memory.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 DTYPE = torch.float32
 """What weights are before anything rounds them, whatever the type in their file."""
@@ -57,30 +46,19 @@ class Merged:
     """A tensor whose every row transformers makes of other tensors: the experts of a layer.
 
     Args:
-        name: of the tensor in the model.
-        converter: makes it.
-        parts: what it is made of, row by row, for each of the converter's patterns.
+        parts: what it is made of.
+        dim: 0 if each part is a row; else the dimension along which rows of the parts are concatenated.
         shape: of the tensor.
     """
 
-    name: str
-    converter: WeightConverter
-    parts: Mapping[str, Sequence[Place]]
+    parts: Sequence[Origin]
+    dim: int
     shape: tuple[int, ...]
 
     @property
     def files(self) -> set[str]:
         """The files that it is in."""
-        return {place.file for places in self.parts.values() for place in places}
-
-    def rows(self, start: int, stop: int, read: Callable[[Place], Tensor]) -> Tensor:
-        """Rows of it, of parts that ``read`` reads."""
-        converter = copy.deepcopy(self.converter)
-        for pattern, places in self.parts.items():
-            for place in places[start:stop]:
-                converter.add_tensor(self.name, place.key, pattern, read(place))
-        (made,) = converter.convert(self.name).values()
-        return made
+        return {file for part in self.parts if not isinstance(part, Tensor) for file in part.files}
 
 
 Origin: TypeAlias = Place | Merged | Tensor
@@ -89,17 +67,55 @@ Read: TypeAlias = Callable[[Origin, tuple[slice, ...]], Tensor]
 """Reads a part of a tensor, in float32."""
 
 
+class Unread(Tensor):
+    """A tensor on the meta device that knows where its values come from; so does what transformers makes of it."""
+
+    origin: Origin | None = None
+    """None if it is made of others otherwise than row by row."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What torch computes on the meta device, with its origin."""
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(made, Unread) or made.origin is not None:
+            return made
+        dim = (kwargs or {}).get("dim", 0)
+        if (func is torch.stack and dim == 0) or (func is torch.cat and dim > 0):
+            parts = [part.origin for part in args[0] if getattr(part, "origin", None) is not None]
+            made.origin = Merged(parts, dim, tuple(made.shape)) if len(parts) == len(args[0]) else None
+        elif func in (Tensor.detach, Tensor.to) or (func is Tensor.__getitem__ and args[1] is ...):
+            made.origin = args[0].origin
+        return made
+
+
+def unread_tensors(files: Sequence[str]) -> dict[str, Unread]:
+    """All tensors of files in the format of safetensors, by their names there."""
+    found = {}
+    for file in files:
+        with _opened(file) as opened:
+            for key in opened.keys():  # noqa: SIM118
+                shape = tuple(opened.get_slice(key).get_shape())
+                found[key] = torch.empty(shape, device="meta").as_subclass(Unread)
+                found[key].origin = Place(file, key, shape)
+    return found
+
+
 @contextmanager
 def reading() -> Iterator[Read]:
     """Within, files stay open."""
     opened = cache(_opened)
 
-    def whole(place: Place) -> Tensor:
-        return read(place, tuple(slice(0, size) for size in place.shape))
+    def row(origin: Merged, number: int) -> Tensor:
+        if origin.dim == 0:
+            return read(origin.parts[number], _whole(origin.shape[1:]))[None]
+        one = slice(number, number + 1)
+        return torch.cat([read(part, (one, *_whole(part.shape[1:]))) for part in origin.parts], dim=origin.dim)
 
     def read(origin: Origin, part: tuple[slice, ...]) -> Tensor:
         if isinstance(origin, Merged):
-            each = (origin.rows(row, row + 1, whole) for row in range(part[0].start, part[0].stop))
+            each = (row(origin, number) for number in range(part[0].start, part[0].stop))
             return torch.cat([made[(slice(None), *part[1:])] for made in each])
         if isinstance(origin, Tensor):
             found = origin[part]
@@ -109,6 +125,10 @@ def reading() -> Iterator[Read]:
         return found.to(DTYPE) if found.is_floating_point() else found
 
     yield read
+
+
+def _whole(shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
 
 
 def _opened(file: str) -> Any:
@@ -123,60 +143,5 @@ def rows(origin: Origin) -> Iterator[Tensor]:
             yield read(origin, ())
             return
         step = max(1, CHUNK // max(1, torch.Size(shape[1:]).numel() * DTYPE.itemsize))
-        rest = tuple(slice(0, size) for size in shape[1:])
         for start in range(0, shape[0], step):
-            yield read(origin, (slice(start, min(start + step, shape[0])), *rest))
-
-
-def origins_of(model: PreTrainedModel, files: Sequence[str]) -> tuple[dict[str, Origin], set[str]]:
-    """The tensors in the files by the names that transformers gives them when it loads them, and names of no use.
-
-    Args:
-        model: on the meta device; is told how its tensors were renamed, for ``save_pretrained``.
-        files: in the format of safetensors.
-
-    Raises:
-        OnlyWholeError: a tensor is made of others otherwise than row by row.
-    """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    known, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Origin] = {}
-    parts: dict[str, dict[str, list[Place]]] = {}
-    unexpected = set()
-    for place in sorted(_places(files), key=lambda place: dot_natural_key(place.key)):
-        name, pattern = rename_source_key(place.key, renamings, converters, prefix, known)
-        if name not in known and place.key in known:
-            name, pattern = rename_source_key(place.key, [], [], prefix, known)
-        if name not in known:
-            unexpected.add(name)
-        elif pattern is None:
-            found[name] = place
-        else:
-            parts.setdefault(name, {}).setdefault(pattern, []).append(place)
-    for name, places in parts.items():
-        found[name] = _merged(name, of_pattern[next(iter(places))], places)
-    model._weight_conversions = [each for each in conversions if each.was_used()]
-    return found, unexpected
-
-
-def _places(files: Sequence[str]) -> Iterator[Place]:
-    for file in files:
-        with _opened(file) as opened:
-            for key in opened.keys():  # noqa: SIM118
-                yield Place(file, key, tuple(opened.get_slice(key).get_shape()))
-
-
-def _merged(name: str, converter: WeightConverter, parts: dict[str, list[Place]]) -> Merged:
-    first, *others = converter.operations
-    by_rows = isinstance(first, MergeModulelist) and first.dim == 0
-    by_rows &= all(isinstance(each, Concatenate) and each.dim > 0 for each in others)
-    counts = {len(places) for places in parts.values()}
-    if not by_rows or len(converter.target_patterns) > 1 or len(counts) > 1:
-        raise OnlyWholeError(f"transformers makes its {name} of other tensors")
-    without_shape = Merged(name, converter, parts, ())
-    (count,) = counts
-    made = without_shape.rows(0, count, lambda place: torch.empty(place.shape, device="meta"))
-    return Merged(name, converter, parts, tuple(made.shape))
+            yield read(origin, (slice(start, min(start + step, shape[0])), *_whole(shape[1:])))
