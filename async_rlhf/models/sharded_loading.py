@@ -141,6 +141,15 @@ def unread_model(
             origins[name] = origin
         elif name not in report["missing_keys"]:
             raise OnlyWholeError(f"transformers makes its {name} of other tensors")
+    _replace_tensors(model, buffers)
+    setattr(model, _SOURCE, Source(origins))
+    return model, report
+
+
+def _replace_tensors(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Give a model of :class:`~async_rlhf.models.weight_sources.Unread` usual parameters, on the meta device, and its
+    buffers their values: those in its files, else the ones here, such as frequencies.
+    """
     plain: dict[Tensor, nn.Parameter] = {}  # tied weights stay one
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -151,8 +160,6 @@ def unread_model(
         if (origin := getattr(buffer, "origin", None)) is not None:
             _copy(buffers[name], origin)
         setattr(model.get_submodule(owner), last, buffers[name])
-    setattr(model, _SOURCE, Source(origins))
-    return model, report
 
 
 def _class_of(kind: Any, config: PretrainedConfig) -> Any:
