@@ -333,8 +333,8 @@ def fill_in_turn(
     delattr(model, _SOURCE)
     made: dict[nn.Parameter, nn.Parameter] = {}  # several modules may share one
     for path, module in model.named_modules():
-        for name, on_meta in module._parameters.items():
-            if on_meta is None or not on_meta.is_meta:
+        for name, on_meta in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not on_meta.is_meta:
                 continue
             if on_meta not in made:
                 whole = torch.empty(on_meta.shape, dtype=on_meta.dtype)
@@ -342,7 +342,7 @@ def fill_in_turn(
                     _copy(whole, source.origins[_without_adapters(f"{path}.{name}" if path else name)])
                 made[on_meta] = nn.Parameter(whole, requires_grad=on_meta.requires_grad)
                 keep(made[on_meta])
-            module._parameters[name] = made[on_meta]
+            module.register_parameter(name, made[on_meta])
     return made
 
 
