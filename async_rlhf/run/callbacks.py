@@ -21,7 +21,7 @@ from async_rlhf.config.secrets import HIDDEN, without_secrets
 from async_rlhf.learner.learner import Learner
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
-from async_rlhf.run.trackers import TRACKED, Rows, Tracker, forgiving, in_unicode, tracker_callbacks
+from async_rlhf.run.trackers import TRACKED, Rows, TensorBoard, Wandb, forgiving, in_unicode, tracker_callbacks
 from async_rlhf.system.files import naming, write_file
 from async_rlhf.system.progress import progress_bar
 
@@ -79,7 +79,7 @@ class OnlineTrainingArguments(TrainingArguments):
     logged_config: Mapping[str, Any]
     """See :meth:`to_dict`."""
     tracker_project: str | None
-    """The project, if the configuration names one."""
+    """The project, if the configuration names one: else W&B asks the environment."""
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration that callbacks log."""
@@ -107,6 +107,7 @@ def training_arguments(
     arguments = OnlineTrainingArguments(
         output_dir=config.output_dir,
         run_name=config.run_name,
+        project=config.project or "huggingface",
         report_to=config.report_to or "none",
         max_steps=config.num_batches,
         logging_strategy="steps",
@@ -252,8 +253,8 @@ class Callbacks:
         unit = "step" if learner.algorithm.supervised else "batch"
         self._progress = ProgressCallback(unit) if config.progress and is_main else None
         called: list[Any] = [DefaultFlowCallback]
-        integrations = tracker_callbacks(config.report_to if is_main else (), found or {})
-        self._trackers = {name: one for name, one in integrations.items() if isinstance(one, Tracker)}
+        integrations = tracker_callbacks(config.report_to if is_main else (), config.project, found or {})
+        self._trackers = {name: one for name, one in integrations.items() if isinstance(one, (Wandb, TensorBoard))}
         self._found, self._leads, self._whole = dict(found or {}), is_main, False
         self.uploads = HubUploads(config) if config.push_to_hub and is_main else None
         self.pending_eval: str | None = None

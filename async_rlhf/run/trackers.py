@@ -1,27 +1,26 @@
-"""W&B, TensorBoard, MLflow and trackio: transformers' callbacks, with what RL needs besides.
+"""The trackers of ``report_to``: transformers' callbacks, and for W&B and TensorBoard what RL needs besides.
 
-Each of the four is transformers' own, which logs the metrics and, from the arguments, the configuration. Added here: a
-run that is resumed, or whose checkpoints are evaluated later, goes on in the tracker's same run; tables of completions;
-and a run that ends with an error is ended in the tracker too.
+Each logs the metrics and, from the arguments, the configuration. Added for these two: a run that is resumed, or whose
+checkpoints are evaluated later, goes on in the tracker's same run; tables of completions; and a run that ends with an
+error is ended in the tracker too.
 """
 
 from __future__ import annotations
 
 import html
+import importlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
-    MLflowCallback,
     TensorBoardCallback,
-    TrackioCallback,
     WandbCallback,
     default_logdir,
 )
@@ -41,82 +40,64 @@ def forgiving(tracker: str, what: str) -> Iterator[None]:
         logger.warning("WARNING: %s has no %s: %s: %s", tracker, what, type(error).__name__, error)
 
 
-class Tracker:
-    """What the four have in common, beside being transformers' callbacks.
+class Wandb(WandbCallback):
+    """A run of W&B, online or offline. One that the user's program has begun is used, and left to the program.
 
     Args:
         found: what :meth:`identity` returned when the run was begun; None begins a new run.
     """
 
-    found: Mapping[str, Any]
-    begun = False
-    """Whether there is a run now."""
-    table_options: ClassVar[Mapping[str, Any]] = {}
-    """Of a client's tables."""
-
     def __init__(self, found: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.found = found or {}
+        self.found, self._begun_here, self._client = found or {}, False, importlib.import_module("wandb")
+
+    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+        """Begin the run, or go on with it; then as transformers does."""
+        if self._client.run is None:
+            where = {key: self.found.get(key) for key in ("id", "entity")}
+            project = self.found.get("project") or args.tracker_project or os.getenv("WANDB_PROJECT", "huggingface")
+            self._client.init(project=project, name=args.run_name, resume="allow", **where)
+            self._begun_here = True
+        super().setup(args, state, model, **kwargs)
+
+    def reopen(self, folder: Path) -> None:
+        """Go on with a run that has ended, without a model and without changing its configuration."""
+        args = SimpleNamespace(run_name=None, tracker_project=None, to_dict=dict)
+        self.setup(args, SimpleNamespace(is_world_process_zero=True, trial_name=None, logging_steps=1), None)
 
     def identity(self) -> dict[str, Any]:
-        """How this run is found again."""
-        raise NotImplementedError
-
-    @property
-    def client(self) -> Any:
-        """What logs tables and numbers: a module such as wandb. Or else a tracker does that itself."""
-        raise NotImplementedError
+        """How the run is found again: its id, and where it is."""
+        run = self._client.run
+        return {"id": run.id, "project": run.project, "entity": run.entity or None}
 
     def table(self, name: str, rows: Rows, step: int) -> None:
         """Log a table with at least one row."""
         values = [list(row.values()) for row in rows]
-        table = self.client.Table(columns=list(rows[0]), data=values, **self.table_options)
-        self.client.log({name: table, "train/global_step": step})
+        self.scalars({name: self._client.Table(columns=list(rows[0]), data=values, allow_mixed_types=True)}, step)
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def scalars(self, values: Mapping[str, Any], step: int) -> None:
         """Log numbers under just these names; the step, in batches, may be an earlier one."""
-        self.client.log({**values, "train/global_step": step})
+        self._client.log({**values, "train/global_step": step})
 
     def close(self, whole: bool) -> None:
-        """End the tracker's run, if it was begun here; ``whole`` says that all has gone well."""
+        """End the run, if it was begun here; ``whole`` says that all has gone well."""
+        if self._begun_here and self._client.run is not None:
+            self._client.finish(exit_code=0 if whole else 1)
+        self._begun_here = False
 
 
-class Wandb(Tracker, WandbCallback):
-    """A run of W&B, online or offline. One that the user's program has begun is used, and left to the program."""
+class TensorBoard(TensorBoardCallback):
+    """Event files in the run's folder. A resumed run hides what was logged after its checkpoint.
 
-    _own, table_options = False, {"allow_mixed_types": True}
-
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        """Begin the run, or go on with it; then as transformers does."""
-        if self._wandb.run is None:
-            where = {key: self.found.get(key) for key in ("id", "entity")}
-            project = self.found.get("project") or args.tracker_project or os.getenv("WANDB_PROJECT", "huggingface")
-            self._wandb.init(project=project, name=args.run_name, resume="allow", **where)
-            self._own = True
-        super().setup(args, state, model, **kwargs)
-        self.begun = True
-
-    def identity(self) -> dict[str, Any]:
-        """The run's id, and where it is."""
-        run = self._wandb.run
-        return {"id": run.id, "project": run.project, "entity": run.entity or None}
-
-    @property
-    def client(self) -> Any:
-        """wandb."""
-        return self._wandb
-
-    def close(self, whole: bool) -> None:
-        """Finish the run."""
-        if self._own and self._wandb.run is not None:
-            self._wandb.finish(exit_code=0 if whole else 1)
-        self._own = self.begun = False
-
-
-class TensorBoard(Tracker, TensorBoardCallback):
-    """Event files in the run's folder. A resumed run hides what was logged after its checkpoint."""
+    Args:
+        found: see :class:`Wandb`.
+    """
 
     tb_writer: Any
+
+    def __init__(self, found: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.found = found or {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the event file, and write the configuration as text and for the tab "hparams"."""
@@ -133,7 +114,10 @@ class TensorBoard(Tracker, TensorBoardCallback):
         values = {key: v if isinstance(v, kinds) else str(v) for key, v in args.to_dict().items()}
         # In the same folder: by default it would be a run of its own.
         self.tb_writer.add_hparams(values, {}, run_name=os.path.abspath(self.logging_dir))
-        self.begun = True
+
+    def reopen(self, folder: Path) -> None:
+        """A second event file in the folder; nothing in the first is hidden."""
+        self.tb_writer = self._SummaryWriter(log_dir=str(folder / self.found["folder"]))
 
     def identity(self) -> dict[str, Any]:
         """The folder, relative to the run's: the run may be moved."""
@@ -156,131 +140,22 @@ class TensorBoard(Tracker, TensorBoardCallback):
         if self.tb_writer is not None:
             self.tb_writer.close()
             self.tb_writer = None
-        self.begun = False
 
 
-class MLflow(Tracker, MLflowCallback):
-    """A run of MLflow. Tables are kept until the next checkpoint, evaluation or end: MLflow appends to one by reading
-    and writing all of it.
-    """
-
-    def __init__(self, found: Mapping[str, Any] | None = None) -> None:
-        super().__init__(found)
-        self._waiting: dict[str, list[Mapping[str, Any]]] = {}
-        self._suffix = ""
-
-    def setup(self, args: Any, state: Any, model: Any) -> None:
-        """Go on with the run, if there is one; else begin it as transformers does."""
-        mlflow, own = self._ml_flow, False
-        if self.found:
-            if not mlflow.is_tracking_uri_set():
-                mlflow.set_tracking_uri(self.found["tracking_uri"])
-            if own := mlflow.active_run() is None:
-                mlflow.start_run(run_id=self.found["run_id"])
-            self._suffix = f"-from-{state.global_step}"
-            args = _changed(args, mlflow.active_run().data.params)
-        elif args.tracker_project and "MLFLOW_EXPERIMENT_NAME" not in os.environ and mlflow.active_run() is None:
-            mlflow.set_experiment(args.tracker_project)
-        super().setup(args, state, model)
-        self._auto_end_run |= own
-        self.begun = True
-
-    def identity(self) -> dict[str, Any]:
-        """The run's id, and where it is."""
-        return {"run_id": self._ml_flow.active_run().info.run_id, "tracking_uri": self._ml_flow.get_tracking_uri()}
-
-    def table(self, name: str, rows: Rows, step: int) -> None:
-        """Keep the rows for the artifact ``<name>.json``."""
-        self._waiting.setdefault(name, []).extend({"step": step, **row} for row in rows)
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log numbers."""
-        self._ml_flow.log_metrics(dict(values), step=step)
-
-    def _write_tables(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for name, rows in waiting.items():
-            columns = {column: [row[column] for row in rows] for column in rows[0]}
-            with forgiving("mlflow", name):
-                self._ml_flow.log_table(columns, f"{name}{self._suffix}.json")
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the tables."""
-        self._write_tables()
-        super().on_save(args, state, control, **kwargs)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the tables."""
-        self._write_tables()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the tables and end the run."""
-        self._write_tables()
-        super().on_train_end(args, state, control, **kwargs)
-
-    def close(self, whole: bool) -> None:
-        """Write the tables and end the run, if it has not ended."""
-        if self.begun and self._ml_flow.active_run() is not None:
-            self._write_tables()
-            if self._auto_end_run:
-                self._ml_flow.end_run("FINISHED" if whole else "FAILED")
-        self.begun = False
-
-
-class Trackio(Tracker, TrackioCallback):
-    """A run of trackio, which finds runs by their names: a new run whose name is taken gets a number."""
-
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        """Begin the run, or go on with it."""
-        trackio = self._trackio
-        project = self.found.get("project") or args.tracker_project or args.project
-        # Once more what is known of the run: trackio replaces its configuration as a whole.
-        config = {**self.found.get("config", {}), **args.to_dict()}
-        if getattr(model, "config", None) is not None:
-            config = {**model.config.to_dict(), **config}
-        # Keys that begin with "_" are trackio's own.
-        self._config = {key: value for key, value in config.items() if not key.startswith("_")}
-        name = self.found.get("name")
-        if name is None and args.run_name is not None:
-            try:
-                taken = [run.name for run in trackio.Api().runs(project)]
-            except ValueError:  # there is no such project yet
-                taken = []
-            name = _free_name(args.run_name, taken)
-        where = {"space_id": args.trackio_space_id, "private": args.hub_private_repo, "embed": False}
-        resume = "allow" if self.found else "never"
-        self._run = trackio.init(project, name, config=self._config, resume=resume, **where)
-        self._space_id = trackio.context_vars.current_space_id.get()
-        self._initialized = self.begun = True
-
-    def identity(self) -> dict[str, Any]:
-        """Project, name and configuration."""
-        return {"project": self._run.project, "name": self._run.name, "config": self._config}
-
-    @property
-    def client(self) -> Any:
-        """trackio."""
-        return self._trackio
-
-    def close(self, whole: bool) -> None:
-        """Write what is waiting, and end the run."""
-        if self._initialized:
-            self._trackio.finish()
-        self._initialized = self.begun = False
-
-
-TRACKED: dict[str, type[Any]] = {"wandb": Wandb, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
-"""By transformers' names of the integrations."""
+TRACKED: dict[str, type[Wandb | TensorBoard]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+"""Those with tables, whose runs are found again, by transformers' names of the integrations."""
 
 
 def tracker_callbacks(
-    names: Sequence[str], found: Mapping[str, Mapping[str, Any]]
+    names: Sequence[str], project: str | None, found: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, TrainerCallback | type[TrainerCallback]]:
     """The callbacks of integrations by name, to go on with the runs in ``found``.
 
     Raises:
         RuntimeError: a package is not installed.
     """
+    if "mlflow" in names and project and "MLFLOW_EXPERIMENT_NAME" not in os.environ:
+        importlib.import_module("mlflow").set_experiment(project)
     return {
         name: TRACKED[name](found.get(name)) if name in TRACKED else INTEGRATION_TO_CALLBACK[name] for name in names
     }
@@ -306,7 +181,7 @@ def report(
     """Log into the trackers' runs of a training that has ended. What fails is said in a warning.
 
     Args:
-        found: tracker -> its :meth:`Tracker.identity`.
+        found: tracker -> its :meth:`Wandb.identity`.
         folder: of the run.
         scalars: step -> name -> value.
         tables: name -> rows, logged at the last step.
@@ -314,11 +189,11 @@ def report(
     Returns:
         The trackers that have it.
     """
-    told = []
+    logged = []
     for name, identity in found.items():
         with forgiving(name, "results"):
             tracker = TRACKED[name](identity)
-            _go_on(tracker, folder)
+            tracker.reopen(folder)
             try:
                 for step, values in sorted(scalars.items()):
                     tracker.scalars(values, step)
@@ -327,37 +202,8 @@ def report(
                         tracker.table(title, in_unicode(rows), max(scalars, default=0))
             finally:
                 tracker.close(whole=True)
-            told.append(name)
-    return told
-
-
-def _go_on(tracker: Any, folder: Path) -> None:
-    """Open a run that has ended, without a model and without changing its configuration."""
-    unknown = dict.fromkeys(("run_name", "tracker_project", "trackio_space_id", "hub_private_repo"))
-    args = SimpleNamespace(output_dir=str(folder), **unknown, to_dict=dict, to_json_string=lambda: "{}")
-    if isinstance(tracker, TensorBoard):  # a second event file in the folder; nothing in the first is hidden
-        tracker.logging_dir = str(folder / tracker.found["folder"])
-        tracker.tb_writer = tracker._SummaryWriter(log_dir=tracker.logging_dir)
-        return
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, trial_name=None, logging_steps=1)
-    tracker.setup(args, state, None)
-    if isinstance(tracker, MLflow):
-        tracker._suffix = ""
-
-
-def _changed(args: Any, old: Mapping[str, str]) -> Any:
-    """The arguments that MLflow does not have yet. It refuses a second value, so a changed one gets another name."""
-    new = {key: value for key, value in args.to_dict().items() if old.get(key) != str(value)}
-    named = {f"{key}.resumed" if key in old else key: value for key, value in new.items()}
-    known = {key: value for key, value in named.items() if key not in old}
-    return SimpleNamespace(run_name=args.run_name, output_dir=args.output_dir, to_dict=lambda: known)
-
-
-def _free_name(name: str, taken: Sequence[str]) -> str:
-    number, free = 2, name
-    while free in taken:
-        free, number = f"{name}-{number}", number + 1
-    return free
+            logged.append(name)
+    return logged
 
 
 def _cell(value: Any) -> str:

@@ -178,62 +178,39 @@ def test_a_resumed_run_goes_on_in_tensorboards_same_folder(make_policy, tokenize
 
 
 @needs("trackio")
-def test_trackio_has_configuration_completions_and_evaluation(make_policy, tokenizer, prompts, make_args, tmp_path):
+def test_trackio_has_configuration_and_metrics(make_policy, tokenizer, prompts, make_args, tmp_path):
     known = {"staleness": 1, "generation": GENERATION, "report_to": ["trackio"], "save_steps": 2}
     known |= {"run_name": "mine", "project": tmp_path.name}
     folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
     train(make_policy, tokenizer, prompts, make_args(total_episodes=32, resume=True, **known))
-    other = train(make_policy, tokenizer, prompts, make_args("other", total_episodes=8, **known | {"staleness": 0}))
-    assert json.loads((folder / TRACKERS).read_text())["trackio"]["name"] == "mine"
-    assert json.loads((other / TRACKERS).read_text())["trackio"]["name"] == "mine-2"
-    evaluate(folder, tmp_path)
+    assert not (folder / TRACKERS).exists()
     from trackio.sqlite_storage import SQLiteStorage
 
-    assert sorted(SQLiteStorage.get_runs(tmp_path.name)) == ["mine", "mine-2"]
+    assert SQLiteStorage.get_runs(tmp_path.name) == ["mine"]
     config = SQLiteStorage.get_run_config(tmp_path.name, "mine")
     assert (config["staleness"], config["algorithm"], config["batches"]) == (1, "online_dpo", 4)
-    assert SQLiteStorage.get_run_config(tmp_path.name, "mine-2")["staleness"] == 0
     logs = SQLiteStorage.get_logs(tmp_path.name, "mine")
     trained = [(one["train/global_step"], one["train/episode"]) for one in logs if "train/episode" in one]
     assert trained == [(b, 8 * b) for b in range(1, 5)]
-    tables = {one["train/global_step"]: one["completions"]["_value"] for one in logs if "completions" in one}
-    for row in samples_of(folder):
-        assert row.items() - {("batch", row["batch"])} <= tables[row["batch"]].pop(0).items()
-    assert not any(tables.values())
-    found = {one["train/global_step"]: one for one in logs if "evaluation/gold_mean" in one}
-    assert sorted(found) == [2, 4]
-    (table,) = [one["evaluation_completions"]["_value"] for one in logs if "evaluation_completions" in one]
-    assert {row["model"] for row in table} == {"checkpoint-2", "checkpoint-4", "final"}
 
 
 @needs("mlflow")
-def test_mlflow_has_configuration_completions_and_evaluation(
-    make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch
-):
+def test_mlflow_has_configuration_and_metrics(make_policy, tokenizer, prompts, make_args, tmp_path, monkeypatch):
     import mlflow
 
     place = "sqlite:///" + str(tmp_path / "mlflow.db") if find_spec("sqlalchemy") else f"file:{tmp_path / 'mlruns'}"
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
     monkeypatch.chdir(tmp_path)
-    known = {"staleness": 1, "generation": GENERATION, "report_to": ["mlflow"], "save_steps": 2, "project": "ours"}
-    folder = train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
-    train(make_policy, tokenizer, prompts, make_args(total_episodes=32, resume=True, **known))
-    evaluate(folder, tmp_path)
+    known = {"staleness": 1, "generation": GENERATION, "report_to": ["mlflow"], "project": "ours"}
+    train(make_policy, tokenizer, prompts, make_args(total_episodes=16, **known))
     client = mlflow.MlflowClient()
     (experiment,) = [one for one in client.search_experiments() if one.name == "ours"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert run.data.params["staleness"] == "1"
-    assert (run.data.params["batches"], run.data.params["batches.resumed"]) == ("2", "4")
+    assert (run.data.params["staleness"], run.data.params["batches"]) == ("1", "2")
     episodes = client.get_metric_history(run.info.run_id, "episode")
-    assert [(one.step, one.value) for one in episodes] == [(b, 8 * b) for b in range(1, 5)]
-    scores = client.get_metric_history(run.info.run_id, "evaluation/gold_mean")
-    assert [one.step for one in scores] == [2, 4]
-    tables = [mlflow.load_table(f"{name}.json", [run.info.run_id]) for name in ("completions", "completions-from-2")]
-    shown = [text for table in tables for text in table["completion"]]
-    assert shown == [row["completion"].replace("\0", "\N{SYMBOL FOR NULL}") for row in samples_of(folder)]
-    assert len(mlflow.load_table("evaluation_completions.json", [run.info.run_id])) == 9
+    assert [(one.step, one.value) for one in episodes] == [(b, 8 * b) for b in range(1, 3)]
 
 
 def records(path: Path):
