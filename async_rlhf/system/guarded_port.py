@@ -7,14 +7,13 @@ too much is disconnected and delays nobody.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
-import selectors
 import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 _NONCE = 32
 _PROOF = 32
@@ -23,6 +22,8 @@ _PROOF_SECONDS = 10.0
 """Seconds within which a peer must send the proof."""
 _MOST_WAITING = 64
 """Peers that may be waiting at a time; if more come, the earliest is disconnected."""
+_LOOK_SECONDS = 0.02
+"""Between two looks whether all have come, or the port was closed."""
 
 
 class GuardedPort:
@@ -43,7 +44,6 @@ class GuardedPort:
         self.port: int = self._server.getsockname()[1]
         self.secret = os.urandom(32)
         self._accepted: dict[int, socket.socket] = {}
-        self._waiting: list[_Peer] = []
 
     def accept(self, numbers: Collection[int], seconds: float) -> dict[int, socket.socket]:
         """Wait for the peers of these numbers, then close the port.
@@ -59,30 +59,13 @@ class GuardedPort:
             TimeoutError: a peer did not come.
             ConnectionAbortedError: the port was closed meanwhile.
         """
-        deadline = time.monotonic() + seconds
         try:
-            with selectors.DefaultSelector() as self._selector:
-                self._selector.register(self._server, selectors.EVENT_READ)
-                while missing := sorted(set(numbers) - self._accepted.keys()):
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"number {', '.join(map(str, missing))} did not come within {seconds:g} s")
-                    if self._server.fileno() < 0:
-                        raise ConnectionAbortedError("the port was closed")
-                    for key, _ in self._selector.select(0.5):
-                        if key.data is None:
-                            self._accept_one()
-                        elif key.data in self._waiting:
-                            self._read_from(key.data, numbers)
-                    now = time.monotonic()
-                    for peer in [one for one in self._waiting if now > one.until]:
-                        self._disconnect(peer)
+            asyncio.run(self._accept(numbers, seconds))  # which ends by sending away whoever still waits
         except BaseException:
             for connection in self._accepted.values():
                 connection.close()
             raise
         finally:
-            for peer in self._waiting:
-                peer.connection.close()
             self.close()
         return self._accepted
 
@@ -90,61 +73,51 @@ class GuardedPort:
         """Stop listening."""
         self._server.close()
 
-    def _accept_one(self) -> None:
-        try:
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-        except OSError:  # the peer is gone again, or no file descriptor is left
-            return
-        peer = _Peer(connection)
-        try:
-            connection.send(peer.nonce)
-        except OSError:
-            connection.close()
-            return
-        self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._waiting.append(peer)
-        if len(self._waiting) > _MOST_WAITING:
-            self._disconnect(self._waiting[0])
+    async def _accept(self, numbers: Collection[int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        listening = asyncio.create_task(self._listen(numbers))
+        while missing := sorted(set(numbers) - self._accepted.keys()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"number {', '.join(map(str, missing))} did not come within {seconds:g} s")
+            if self._server.fileno() < 0:
+                raise ConnectionAbortedError("the port was closed")
+            await asyncio.sleep(_LOOK_SECONDS)
+        listening.cancel()
 
-    def _read_from(self, peer: _Peer, numbers: Collection[int]) -> None:
-        """Read from a peer; accept it once its proof is complete and right."""
+    async def _listen(self, numbers: Collection[int]) -> None:
+        waiting: list[asyncio.Task[None]] = []
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(self._server)
+            except OSError:  # the peer is gone again, or no file descriptor is left
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            waiting = [peer for peer in waiting if not peer.done()]
+            waiting.append(asyncio.create_task(self._check(connection, numbers)))
+            if len(waiting) > _MOST_WAITING:
+                waiting[0].cancel()
+
+    async def _check(self, connection: socket.socket, numbers: Collection[int]) -> None:
+        """Accept a peer whose proof comes in time and is right; disconnect any other."""
+        loop, nonce, said = asyncio.get_running_loop(), os.urandom(_NONCE), b""
         length = _NUMBER + _NONCE + _PROOF
         try:
-            part = peer.connection.recv(length - len(peer.said))
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        peer.said += part
-        if part and len(peer.said) < length:
-            return
-        said, proof = peer.said[:-_PROOF], peer.said[-_PROOF:]
-        number = int.from_bytes(said[:_NUMBER], "big")
-        known = len(peer.said) == length and hmac.compare_digest(_proof(self.secret, b"peer", peer.nonce, said), proof)
-        self._selector.unregister(peer.connection)
-        self._waiting.remove(peer)
-        try:
-            if not known or number not in numbers or number in self._accepted:
-                raise ConnectionRefusedError
-            peer.connection.send(_proof(self.secret, b"host", peer.nonce, said))
-            peer.connection.setblocking(True)
-            self._accepted[number] = peer.connection
-        except OSError:
-            peer.connection.close()
-
-    def _disconnect(self, peer: _Peer) -> None:
-        self._selector.unregister(peer.connection)
-        self._waiting.remove(peer)
-        peer.connection.close()
-
-
-@dataclass(eq=False)
-class _Peer:
-    connection: socket.socket
-    nonce: bytes = field(default_factory=lambda: os.urandom(_NONCE))
-    said: bytes = b""
-    until: float = field(default_factory=lambda: time.monotonic() + _PROOF_SECONDS)
+            async with asyncio.timeout(_PROOF_SECONDS):
+                await loop.sock_sendall(connection, nonce)
+                while len(said) < length and (part := await loop.sock_recv(connection, length - len(said))):
+                    said += part
+            said, proof = said[:-_PROOF], said[-_PROOF:]
+            number = int.from_bytes(said[:_NUMBER], "big")
+            known = hmac.compare_digest(_proof(self.secret, b"peer", nonce, said), proof)
+            if known and number in numbers and number not in self._accepted:
+                connection.setblocking(True)
+                connection.sendall(_proof(self.secret, b"host", nonce, said))
+                self._accepted[number] = connection
+        except OSError:  # it is gone, or was silent for long
+            pass
+        finally:
+            if connection not in self._accepted.values():
+                connection.close()
 
 
 def connect(host: str, port: int, secret: bytes, number: int, seconds: float) -> socket.socket:
