@@ -25,8 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.generation.placement import available_cores
-from async_rlhf.models.conversion import as_in_checkpoints
-from async_rlhf.models.weights import device_digests, digests, fold
+from async_rlhf.models.weights import as_in_checkpoints, device_digests, digests, fold
 
 _HASHING = min(8, available_cores())
 """Threads that compute checksums while weights are loaded; they hold no lock of Python's meanwhile."""

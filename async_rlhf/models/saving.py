@@ -1,11 +1,15 @@
-"""Writing models: whole ones in the standard format, with their adapters beside them, and value heads."""
+"""Writing models: whole ones in the standard format, with their adapters beside them, and value heads; at once, or from
+copies that are taken at one moment and written later, in another thread.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -17,11 +21,14 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, 
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, save_adapters
-from async_rlhf.models.conversion import layer_of
 from async_rlhf.models.loading import quietly, that_stops
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
-from async_rlhf.models.weights import collected_weights, iterate_weights
+from async_rlhf.models.weights import collected_weights, iterate_weights, layer_of, saved_buffers
+
+Write = Callable[[Path], None]
+Named = Iterable[tuple[str, Tensor]]
+WriteWith = Callable[[Path, Named], None]
 
 FILE_BYTES = 1 << 31
 """Of the weights in one file, unless a layer has more; while it is written, memory holds it twice."""
@@ -63,7 +70,7 @@ def write_copy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    tensors: Iterable[tuple[str, Tensor]] | None,
+    tensors: Named | None,
     adapters: dict[str, Tensor] | None,
 ) -> None:
     """Write what :func:`write_model` does.
@@ -97,7 +104,7 @@ def write_copy(
     tokenizer.save_pretrained(folder)
 
 
-def _write_in_files(model: PreTrainedModel, folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _write_in_files(model: PreTrainedModel, folder: Path, tensors: Named) -> None:
     """Write weights as ``save_pretrained`` does, but without more of them in memory than a file has: one layer, or as
     many as fit into :data:`FILE_BYTES`.
     """
@@ -151,3 +158,61 @@ def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel = ALONE) 
     if parallel.ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(whole, folder / VALUE_HEAD)
+
+
+class ModelCopies:
+    """Takes copies of a model that is trained.
+
+    What a thread writes them with is its own: a copy of the model without weights, and one of the tokenizer. Both are
+    made here, for making a model in another thread could meet what the training thread does with transformers.
+
+    Args:
+        model: a policy, a value model, or a value head.
+        tokenizer: written beside a model.
+        parallel: how the weights are spread over ranks.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, parallel: Parallel) -> None:
+        self._model, self._parallel = model, parallel
+        is_main = parallel.ranks.is_main
+        self._plain = plain_copy(model, tokenizer, parallel) if is_main and isinstance(model, PreTrainedModel) else None
+        self._tokenizer = copy.deepcopy(tokenizer) if is_main else None
+        self.names = [name for name, _ in model.named_parameters()]
+        """Of the parameters, layer by layer: asked for here, as a sharded model changes while it computes."""
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether the shards that the ranks write hold all parameters, so that none has to be gathered for this."""
+        return self._parallel.is_sharded and all(parameter.requires_grad for parameter in self._model.parameters())
+
+    def take(self, on_device: Mapping[str, Tensor]) -> WriteWith:
+        """Copy the weights as they are now into the memory of rank 0's host. Every rank must call it.
+
+        Args:
+            on_device: copies that are there already, under the model's names of parameters.
+
+        Returns:
+            A function that writes them into a folder, on rank 0; it may be called in any thread. It also gets the
+            parameters, if they are :attr:`in_shards`.
+        """
+        model, parallel = self._model, self._parallel
+        if self.in_shards:
+            buffers = {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}
+            return partial(self._write, buffers, None)
+        changed = has_adapters(model) or parallel.is_sharded  # the files then hold other tensors than this rank
+        adapters = None
+        if has_adapters(model) and isinstance(model, PreTrainedModel) and model.can_generate():
+            adapters = collected_weights(model, True, parallel, copied=True)
+        whole = collected_weights(model, False, parallel, copied=True, on_device={} if changed else on_device)
+        return partial(self._write, whole, adapters)
+
+    def _write(
+        self, whole: dict[str, Tensor], adapters: dict[str, Tensor] | None, folder: Path, parameters: Named
+    ) -> None:
+        tensors = chain(parameters, whole.items())
+        if self._plain is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(dict(tensors), folder / VALUE_HEAD)
+            return
+        assert self._tokenizer is not None
+        write_copy(self._plain, self._tokenizer, folder, tensors, adapters)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
@@ -205,3 +212,34 @@ def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def as_in_checkpoints(config: PretrainedConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """What ``save_pretrained`` would write, one layer at a time. Other programs, such as vLLM, know only those tensors.
+
+    Args:
+        config: of the model.
+        tensors: of the model, layer by layer, under their names there.
+    """
+    model = _without_weights(config.model_type, config.to_json_string())
+    if model is None or not get_model_conversion_mapping(model, add_legacy=False):
+        yield from tensors
+        return
+    for _, layer in groupby(tensors, key=lambda named: layer_of(named[0])):
+        yield from revert_weight_conversion(model, dict(layer)).items()
+
+
+@lru_cache(maxsize=4)
+def _without_weights(model_type: str, config: str) -> PreTrainedModel | None:
+    """A model that knows how its tensors are converted; None for one that brings its own code, which converts none."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+    return model
+
+
+def layer_of(name: str) -> str:
+    """``model.layers.3`` for all tensors of that layer; the name itself for one that is in no layer."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return name if found is None else found.group(1)

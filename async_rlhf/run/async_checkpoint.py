@@ -15,7 +15,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import Parallel, trainable
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
-from async_rlhf.models.async_save import ModelCopies, Write, WriteWith
+from async_rlhf.models.saving import ModelCopies, Write, WriteWith
 from async_rlhf.run.build import Training
 from async_rlhf.run.manifest import appearing, require_written, seal
 from async_rlhf.run.shards import SHARDS, WEIGHT, make_stager, own_state, whole_weights, write_shards

@@ -17,8 +17,8 @@ import torch
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.models.async_save import Write
 from async_rlhf.models.context_length import positions_of
+from async_rlhf.models.saving import Write
 from async_rlhf.run.async_checkpoint import ShardedSaves
 from async_rlhf.run.build import Run, Training
 from async_rlhf.run.callbacks import OnlineTrainerState

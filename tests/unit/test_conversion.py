@@ -8,8 +8,7 @@ import transformers as hf
 from safetensors.torch import load_file
 from tiny import tiny_config
 
-from async_rlhf.models.conversion import as_in_checkpoints
-from async_rlhf.models.weights import iterate_weights, named_weights
+from async_rlhf.models.weights import as_in_checkpoints, iterate_weights, named_weights
 
 SIZES = {
     "vocab_size": 64,

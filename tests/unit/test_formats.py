@@ -19,7 +19,7 @@ from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import Part, encode_parts, encode_texts
 from async_rlhf.system import names
-from async_rlhf.system.hub import why_nowhere
+from async_rlhf.system.names import why_nowhere
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no ' ~ m.role) }}"
