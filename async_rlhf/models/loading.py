@@ -263,10 +263,10 @@ def _load_unread(
     source = str(Path(source).expanduser())
 
     def file(path: str) -> str | None:
-        silent = ("gated_repo", "missing_entries", "connection_errors")  # what is wrong shows when it is read whole
-        return cached_file(
-            source, path, revision=revision, **{f"_raise_exceptions_for_{each}": False for each in silent}
-        )
+        found: str | None = None
+        with suppress(OSError):  # what is wrong shows when it is read whole
+            found = cached_file(source, path, revision=revision)
+        return found
 
     check_source(name, key)
     try:

@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from async_rlhf.config import ConfigError
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.quantised import stored
 from async_rlhf.models.weight_sources import DTYPE, OnlyWholeError, Origin, Read, reading, rows, unread_tensors
@@ -234,7 +235,7 @@ def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrai
         policy: has not read its weights.
 
     Raises:
-        KeyError: the policy lacks a weight.
+        ConfigError: the policy lacks a weight.
     """
     source = source_of(policy)
     assert source is not None
@@ -243,8 +244,10 @@ def value_model_like(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrai
         if name == "score.weight":
             origins[name] = torch.zeros((), dtype=DTYPE).expand(parameter.shape)
         else:
-            body = name.removeprefix(f"{model.base_model_prefix}.")
-            origins[name] = source.origins[f"{policy.base_model_prefix}.{body}"]
+            theirs = f"{policy.base_model_prefix}.{name.removeprefix(f'{model.base_model_prefix}.')}"
+            if theirs not in source.origins:
+                raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {theirs}")
+            origins[name] = source.origins[theirs]
     buffers = dict(policy.base_model.named_buffers())
     for name, buffer in model.base_model.named_buffers():
         buffer.copy_(buffers[name])

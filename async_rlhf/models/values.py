@@ -33,7 +33,7 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
     check_reward_model(model, "value_model")
     if is_on_meta(policy):
-        return disable_dropout(_unread_body(model, policy))
+        return disable_dropout(value_model_like(model, policy))
     prefix = f"{policy.base_model_prefix}."
     body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
     missing = model.base_model.load_state_dict(body, strict=False).missing_keys
@@ -41,14 +41,6 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing[0]}")
     nn.init.zeros_(model.score.weight)
     return disable_dropout(model).to(policy.device)
-
-
-def _unread_body(model: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
-    """The value model with the body of an unread policy."""
-    try:
-        return value_model_like(model, policy)
-    except KeyError as missing:
-        raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: it lacks {missing}") from None
 
 
 def load_value_head(folder: Path, head: nn.Linear) -> None:

@@ -78,8 +78,6 @@ class OnlineTrainingArguments(TrainingArguments):
     online_config: OnlineConfig
     logged_config: Mapping[str, Any]
     """See :meth:`to_dict`."""
-    tracker_project: str | None
-    """The project, if the configuration names one: else W&B asks the environment."""
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration that callbacks log."""
@@ -130,7 +128,7 @@ def training_arguments(
     if known is None:
         known = {**dotted(without_secrets(values, HIDDEN)), **derived(config, rows)}
     arguments.num_train_epochs = known.get("num_train_epochs") or 1.0
-    arguments.online_config, arguments.tracker_project, arguments.logged_config = config, config.project, known
+    arguments.online_config, arguments.logged_config = config, known
     return arguments
 
 

@@ -53,14 +53,14 @@ class HubUploads(TrainerCallback):
         self.failure: str | None = None
         """The last thing that went wrong."""
         self._api = HfApi(token=config.hub_token)
-        self._repository: str | None = None
+        self._name = config.hub_model_id or self.folder.resolve().name
         self._pushes: list[_Push] = []
         self._bars = not are_progress_bars_disabled()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the repository, so that a wrong token or name is said at the beginning."""
         disable_progress_bars()  # they would cut through the run's own
-        self._api.run_as_future(self._attempt, "the repository", self._name)
+        self._api.run_as_future(self._attempt, "the repository", self._repository)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Upload the checkpoint, as the strategy says."""
@@ -83,7 +83,7 @@ class HubUploads(TrainerCallback):
         if self._bars:
             enable_progress_bars()
         if self.failure is not None:
-            by_hand = f"hf upload {self._repository or self._wanted} {self.folder / FINAL}"
+            by_hand = f"hf upload {self._name} {self.folder / FINAL}"
             logger.warning("WARNING: hub: %s; by hand: %s", self.failure, by_hand)
         if self.url is not None:
             logger.info("hub: the newest upload is %s", self.url)
@@ -114,7 +114,7 @@ class HubUploads(TrainerCallback):
 
     def _upload(self, staged: Path, name: str, message: str) -> None:
         try:
-            repository = self._name()
+            repository = self._repository()
             self.url = _upload_model(self._api, repository, staged, message)
             place = {"checkpoint": LAST, "all_checkpoints": name}.get(self.config.hub_strategy)
             if place is not None and name != FINAL:
@@ -129,16 +129,9 @@ class HubUploads(TrainerCallback):
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
-    @property
-    def _wanted(self) -> str:
-        return self.config.hub_model_id or self.folder.resolve().name
-
-    def _name(self) -> str:
+    def _repository(self) -> str:
         """The repository's whole name; it is made if need be."""
-        if self._repository is None:
-            made = self._api.create_repo(self._wanted, private=self.config.hub_private_repo, exist_ok=True)
-            self._repository = made.repo_id
-        return self._repository
+        return self._api.create_repo(self._name, private=self.config.hub_private_repo, exist_ok=True).repo_id
 
 
 def push_policy(folder: Path, repository: str, private: bool | None, token: str | None, message: str) -> str:
@@ -151,8 +144,7 @@ def push_policy(folder: Path, repository: str, private: bool | None, token: str 
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses it.
     """
     api = HfApi(token=token)
-    made = api.create_repo(repository, private=private, exist_ok=True)
-    return _upload_model(api, made.repo_id, folder, message)
+    return _upload_model(api, api.create_repo(repository, private=private, exist_ok=True).repo_id, folder, message)
 
 
 def _upload_model(api: HfApi, repository: str, folder: Path, message: str) -> str:

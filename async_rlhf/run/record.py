@@ -95,23 +95,13 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
             unnamed[key] = type(given).__name__
             given = getattr(given.config, "_name_or_path", "") or None
         models[key] = given
-    names, found = [name_loaded_by(f) or _name(f) for f in inputs.reward_funcs], []
-    for function, name in zip(inputs.reward_funcs, names, strict=True):
-        if name_loaded_by(function) is None and not _can_be_found(function):
-            found.append(name)
-    if found:
-        unnamed["reward_funcs"] = ", ".join(found)
-    world = inputs.world
-    played: dict[str, Any] = {
-        "environment": None if world.environment is None else _name(world.environment),
-        "tools": list(map(_name, world.tools)),
-        "agent": None if world.agent is None else _name(world.agent),
-    }
-    for key in ("environment", "agent"):
-        if played[key] is not None and not _can_be_found(getattr(world, key)):
-            unnamed[key] = played[key]
-    if any(not _can_be_found(tool) for tool in world.tools):
-        unnamed["tools"] = ", ".join(played["tools"])
+    world, functions = inputs.world, {"reward_funcs": list(inputs.reward_funcs)}
+    functions |= {"environment": [world.environment], "tools": list(world.tools), "agent": [world.agent]}
+    names = {key: [name_loaded_by(f) or _name(f) for f in each if f is not None] for key, each in functions.items()}
+    for key, each in functions.items():
+        lost = [_name(f) for f in each if f is not None and name_loaded_by(f) is None and not _can_be_found(f)]
+        if lost:
+            unnamed[key] = ", ".join(lost)
     unnamed |= {"data.train": f"{_count(inputs.train_dataset)} rows"}
     if inputs.eval_dataset is not None:
         unnamed["data.eval"] = f"{_count(inputs.eval_dataset)} rows"
@@ -122,8 +112,10 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
         "model": models.pop("model"),
         "data": {"train": None, "eval": None, "prompt_field": inputs.prompt_field},
         **models,
-        "reward_funcs": names,
-        **played,
+        "reward_funcs": names["reward_funcs"],
+        "environment": next(iter(names["environment"]), None),
+        "tools": names["tools"],
+        "agent": next(iter(names["agent"]), None),
         "tokenizer": getattr(inputs.processing_class, "name_or_path", None) or None,
         "callbacks": callbacks,
         "train": asdict(config),

@@ -55,14 +55,16 @@ class Wandb(WandbCallback):
         """Begin the run, or go on with it; then as transformers does."""
         if self._client.run is None:
             where = {key: self.found.get(key) for key in ("id", "entity")}
-            project = self.found.get("project") or args.tracker_project or os.getenv("WANDB_PROJECT", "huggingface")
+            project = (
+                self.found.get("project") or args.online_config.project or os.getenv("WANDB_PROJECT", "huggingface")
+            )
             self._client.init(project=project, name=args.run_name, resume="allow", **where)
             self._begun_here = True
         super().setup(args, state, model, **kwargs)
 
     def reopen(self, folder: Path) -> None:
         """Go on with a run that has ended, without a model and without changing its configuration."""
-        args = SimpleNamespace(run_name=None, tracker_project=None, to_dict=dict)
+        args = SimpleNamespace(run_name=None, online_config=SimpleNamespace(project=None), to_dict=dict)
         self.setup(args, SimpleNamespace(is_world_process_zero=True, trial_name=None, logging_steps=1), None)
 
     def identity(self) -> dict[str, Any]:
