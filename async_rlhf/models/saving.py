@@ -48,9 +48,7 @@ def write_model(
     stops. Every rank of ``parallel`` must call it with the same folder; rank 0 writes. Weights are rounded to
     ``dtype``, but not buffers.
     """
-    adapters = None
-    if has_adapters(model) and model.can_generate():
-        adapters = collected_weights(model, True, parallel)
+    adapters = _adapters(model, parallel)
     rounded = dtype not in (None, model.dtype)
     others = has_adapters(model) or parallel.is_sharded or is_quantised(model) or rounded
     named = iterate_weights(model, parallel=parallel, dtype=dtype if rounded else None)
@@ -64,6 +62,13 @@ def write_model(
         model = plain_copy(model, tokenizer, parallel)
         model = model.to(dtype) if rounded else model
     write_copy(model, tokenizer, folder, tensors, adapters)
+
+
+def _adapters(model: nn.Module, parallel: Parallel, copied: bool = False) -> dict[str, Tensor] | None:
+    """A language model's adapters, if it has any."""
+    if not has_adapters(model) or not isinstance(model, PreTrainedModel) or not model.can_generate():
+        return None
+    return collected_weights(model, True, parallel, copied=copied)
 
 
 def write_copy(
@@ -200,9 +205,7 @@ class ModelCopies:
             buffers = {name: buffer.to("cpu", copy=True) for name, buffer in saved_buffers(model)}
             return partial(self._write, buffers, None)
         changed = has_adapters(model) or parallel.is_sharded  # the files then hold other tensors than this rank
-        adapters = None
-        if has_adapters(model) and isinstance(model, PreTrainedModel) and model.can_generate():
-            adapters = collected_weights(model, True, parallel, copied=True)
+        adapters = _adapters(model, parallel, copied=True)
         whole = collected_weights(model, False, parallel, copied=True, on_device={} if changed else on_device)
         return partial(self._write, whole, adapters)
 

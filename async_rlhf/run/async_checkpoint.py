@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import Parallel, trainable
 from async_rlhf.learner.launch import rank_device
-from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import ModelCopies, Write, WriteWith
 from async_rlhf.run.build import Training
 from async_rlhf.run.manifest import appearing, require_written, seal
@@ -42,15 +44,13 @@ class ShardedSaves:
         self._run = run
         self._group = run.ranks.new_group()
         self._stager = make_stager(rank_device(run.config, run.ranks))
-        learner, tokenizer = run.learner, run.tokenizer
-        self._models = {
-            place: (prefix, ModelCopies(model, tokenizer, learner.parallel))
-            for place, prefix, model in _models_of(learner)
-        }
-        self._thread: threading.Thread | None = None
+        copies = partial(ModelCopies, tokenizer=run.tokenizer, parallel=run.learner.parallel)
+        self._models = {"": ("policy.", copies(run.learner.policy))}
+        """By its place in a checkpoint: how a model's parameters begin in the learner's, and what copies it."""
+        if run.learner.value is not None:
+            self._models["value_model"] = ("value.", copies(run.learner.value))
+        self._save: Future[int] | None = None
         self._path = Path()
-        self._batch = 0
-        self._failure: BaseException | None = None
 
     def start(
         self, path: Path, batch: int, now: Sequence[Write], later: Sequence[Write], then: Callable[[], None]
@@ -64,7 +64,7 @@ class ShardedSaves:
             later: functions that write what stays as it is.
             then: called on rank 0 when the checkpoint is whole.
         """
-        assert self._thread is None, "a save is under way"
+        assert self._save is None, "a save is under way"
         ranks, is_main = self._run.ranks, self._run.ranks.is_main
         with ExitStack() as stack:
             made = [stack.enter_context(appearing(path))] if is_main else []
@@ -73,7 +73,7 @@ class ShardedSaves:
             folder = ranks.broadcast("folder of a checkpoint", lambda: made[0])
             state: Any = self._stager.stage(own_state(self._run.learner))
             models = {place: self._copy(place, state) for place in self._models}
-            self._path, self._batch, whole = path, batch, stack.pop_all()
+            self._path, whole = path, stack.pop_all()
         shards = folder / "resume" / SHARDS
 
         def write_models(in_shards: bool) -> None:
@@ -94,17 +94,20 @@ class ShardedSaves:
             seal(folder, {str(Path("resume", SHARDS, name)): digest for name, digest in digests.items()})
             whole.close()
 
+        save: Future[int] = Future()
+
         def work() -> None:
             try:
                 with whole:  # if anything fails, nothing is left of the folder
                     write_shards(state, shards, self._group, write_rest, commit)
                 if is_main:
                     then()
+                save.set_result(batch)
             except BaseException as error:  # of any kind: it is raised where the run next asks
-                self._failure = error
+                save.set_exception(error)
 
-        self._thread = threading.Thread(target=work, name=f"saving {path.name}", daemon=True)
-        self._thread.start()
+        self._save = save
+        threading.Thread(target=work, name=f"saving {path.name}", daemon=True).start()
 
     def _copy(self, place: str, state: Mapping[str, Tensor]) -> WriteWith:
         prefix, copies = self._models[place]
@@ -120,14 +123,11 @@ class ShardedSaves:
         Raises:
             OSError: it could not be written.
         """
-        if self._thread is None or not (wait or not self._thread.is_alive()):
+        if self._save is None or not (wait or self._save.done()):
             return None
-        self._thread.join()
-        self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return self._batch
+        wait_for([self._save])  # interrupted, it is still under way
+        save, self._save = self._save, None
+        return save.result()
 
     @contextmanager
     def finishing(self) -> Iterator[ShardedSaves]:
@@ -140,7 +140,7 @@ class ShardedSaves:
             self._give_up()
             raise
         except BaseException:
-            if self._thread is not None:
+            if self._save is not None:
                 logger.warning("finishing %s before the run ends", self._path.name)
                 try:
                     self.finished(wait=True)
@@ -152,7 +152,7 @@ class ShardedSaves:
         self._stager.close()
 
     def _give_up(self) -> None:
-        if self._thread is not None:
+        if self._save is not None:
             logger.error("%s is not whole, and does not count", self._path.name)
 
 
@@ -168,10 +168,3 @@ def writes_shards(config: OnlineConfig, parallel: Parallel, trained: int) -> boo
     spread = parallel.is_sharded and parallel.takes_shards and not config.parallel.cpu_offload
     wanted = config.checkpoint_format
     return wanted == "sharded" or (wanted == "auto" and spread and trained >= _LARGE)
-
-
-def _models_of(learner: Learner) -> Iterator[tuple[str, str, nn.Module]]:
-    """Where in a checkpoint each model goes, how its parameters' names begin in the learner's model, and the model."""
-    yield "", "policy.", learner.policy
-    if learner.value is not None:
-        yield "value_model", "value.", learner.value

@@ -250,17 +250,15 @@ class Callbacks:
         self._leads = is_main = learner.ranks.is_main
         unit = "step" if learner.algorithm.supervised else "batch"
         self._progress = ProgressCallback(unit) if config.progress and is_main else None
-        called: list[Any] = [DefaultFlowCallback]
         integrations = tracker_callbacks(config.report_to if is_main else (), config.project, found or {})
         self._trackers = {name: one for name, one in integrations.items() if isinstance(one, (Wandb, TensorBoard))}
-        self._found, self._leads, self._whole = dict(found or {}), is_main, False
+        self._found, self._whole = dict(found or {}), False
         self.uploads = HubUploads(config) if config.push_to_hub and is_main else None
         self.pending_eval: str | None = None
         """The first checkpoint since an evaluation was asked for whose answers are not here yet."""
-        if is_main:
-            called += [*([self._progress] if self._progress else []), *integrations.values(), *callbacks]
-        called += [self.uploads] if self.uploads else []
-        called += [StopAtPeak(config)] if config.stop_at is not None and is_main else []
+        peak = StopAtPeak(config) if config.stop_at is not None else None
+        ours = [self._progress, *integrations.values(), *callbacks, self.uploads, peak] if is_main else []
+        called = [DefaultFlowCallback, *(one for one in ours if one is not None)]
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 

@@ -84,7 +84,7 @@ def write_shards(
     tensors: Mapping[str, Tensor],
     folder: Path,
     group: dist.ProcessGroup | None,
-    beside: Callable[[], None],
+    write_rest: Callable[[], None],
     commit: Callable[[Mapping[str, str]], None],
 ) -> None:
     """Write this rank's part. Every rank must call it; it ends when all have written theirs, and rank 0 has committed.
@@ -93,13 +93,13 @@ def write_shards(
         tensors: of :func:`own_state`, copied to the host's memory.
         folder: where the files go; all ranks see it.
         group: the collectives of the calling thread; None for one rank.
-        beside: called on every rank, to write what else it has to.
+        write_rest: called on every rank, to write what else it has to.
         commit: called on rank 0 at the end, with the checksums of all files by their names.
 
     Raises:
         OSError: on every rank, if one could not write, or rank 0 could not commit.
     """
-    writer = ShardWriter(folder, beside, commit)
+    writer = ShardWriter(folder, write_rest, commit)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -118,9 +118,11 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
     say all that it takes to read them.
     """
 
-    def __init__(self, folder: Path, beside: Callable[[], None], commit: Callable[[Mapping[str, str]], None]) -> None:
+    def __init__(
+        self, folder: Path, write_rest: Callable[[], None], commit: Callable[[Mapping[str, str]], None]
+    ) -> None:
         super().__init__(str(folder), save_distributed=True)
-        self._folder, self._beside, self._commit = folder, beside, commit
+        self._folder, self._write_rest, self._commit = folder, write_rest, commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files."""
@@ -129,7 +131,7 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
             written = super().write_data(replace(plan, storage_data=data), planner).value()
             names = [result.storage_data.relative_path for result in written]
             digests = {name: digest_of(self._folder / name) for name in set(names)}
-        self._beside()
+        self._write_rest()
         done: Future[list[WriteResult]] = Future()
         named = zip(written, names, strict=True)
         done.set_result([replace(result, storage_data=(name, digests[name])) for result, name in named])

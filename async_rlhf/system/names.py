@@ -77,10 +77,9 @@ def why_nowhere(name: str, kind: Literal["model", "dataset"]) -> str | None:
         return f"there is no such folder, and the hub has no such {kind}"
     except errors.OfflineModeIsEnabled:
         return "there is no such folder, and the hub is not asked (HF_HUB_OFFLINE)"
-    except (OSError, errors.LocalEntryNotFoundError):
-        return "there is no such folder; if it is a name on the hub, that cannot be reached now"
-    except Exception as error:  # of the client's own kinds, which differ between its versions
-        if "Connect" in type(error).__name__ or "Timeout" in type(error).__name__:
+    except Exception as error:  # the client's own kinds differ between its versions
+        unreached = isinstance(error, (OSError, errors.LocalEntryNotFoundError))
+        if unreached or "Connect" in type(error).__name__ or "Timeout" in type(error).__name__:
             return "there is no such folder; if it is a name on the hub, that cannot be reached now"
     return None
 
