@@ -299,15 +299,11 @@ class Scorer:
         def sizes(number: int) -> dict[str, int]:
             return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
 
-        context = self._context
-        scattered = ScatteredBatches(
-            self.ranks,
-            "computing rewards",
-            len(batches),
-            sizes,
-            lambda number: padded(batches[number]),
-            sharing=context.size,
-        )
+        def padded_rows(number: int) -> dict[str, Tensor]:
+            return padded(batches[number])
+
+        context, what = self._context, "computing rewards"
+        scattered = ScatteredBatches(self.ranks, what, len(batches), sizes, padded_rows, sharing=context.size)
         with self._model_at_hand:
             for number, rows, counts in scattered:
                 scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device, context=context)
