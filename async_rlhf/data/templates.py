@@ -22,31 +22,31 @@ _SPECIAL = re.compile(r"<\|[\w.:/-]+\|>|</?s>|<(?:start|end)_of_\w+>|\[/?[A-Z][A
 _QUESTION, _ANSWER = "the question", "the answer"
 
 
-def read_template(given: str) -> str:
+def read_template(template: str) -> str:
     """The Jinja text of a named template, of a file, or the given text itself.
 
     Raises:
         ConfigError: it is none of these.
     """
-    if given in TEMPLATES:
-        return TEMPLATES[given]
-    if (path := template_file(given)) is not None:
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    if (path := template_file(template)) is not None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {given!r} could not be read: {error}") from error
-    if "{%" in given or "{{" in given:
-        return given
+            raise ConfigError(f"chat_template: {template!r} could not be read: {error}") from error
+    if "{%" in template or "{{" in template:
+        return template
     named = " or ".join(f'"{name}"' for name in TEMPLATES)
     raise ConfigError(
-        f"chat_template: got {given!r}; there is no such file; must be {named}, a Jinja file, or its text"
+        f"chat_template: got {template!r}; there is no such file; must be {named}, a Jinja file, or its text"
     )
 
 
-def template_file(given: str) -> Path | None:
+def template_file(template: str) -> Path | None:
     """The file with that name, if there is one."""
     try:
-        path = Path(given).expanduser()
+        path = Path(template).expanduser()
         return path if path.is_file() else None
     except (OSError, RuntimeError):  # a text that is too long for a name
         return None

@@ -247,8 +247,8 @@ def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **
         raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")
     if report["unexpected_keys"]:
         extra = sorted(report["unexpected_keys"])
-        told = f"{len(extra)} weights belong to no {what} and are left out: {extra[0]}"
-        logger.warning("%s: %r: %s%s", key, name, told, " ..." if len(extra) > 1 else "")
+        why = f"{len(extra)} weights belong to no {what} and are left out: {extra[0]}"
+        logger.warning("%s: %r: %s%s", key, name, why, " ..." if len(extra) > 1 else "")
     return model
 
 
@@ -445,8 +445,8 @@ def that_stops(
     given. One that says nothing of ends gets the tokenizer's padding, too.
     """
     found = copy.deepcopy(getattr(model, "generation_config", None) or GenerationConfig())
-    given = found.eos_token_id
-    own = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    ends = found.eos_token_id
+    own = list(ends) if isinstance(ends, (list, tuple)) else [] if ends is None else [ends]
     more = [stop for stop in stop_token_ids(model, tokenizer, ids=stops) if stop not in own]
     found.eos_token_id = own + more
     if not own:

@@ -122,9 +122,9 @@ class EarlyResults(Generic[Judged]):
         """The rewards of a batch whose turn it is, computed now if they were not before; raises what judging raised."""
         with self._changed:
             jobs = [job for _, job in sorted(self._jobs.get(batch.index, {}).items())]
-            given = [id(group.samples) for job in jobs for group in job.groups]
+            begun = [id(group.samples) for job in jobs for group in job.groups]
             # What was judged is what the batch has come to, the very same completions.
-            same = bool(jobs) and given == [id(group.samples) for group in batch.groups]
+            same = bool(jobs) and begun == [id(group.samples) for group in batch.groups]
             usable = same and self._draws is not None
             if not usable:
                 for job in jobs:

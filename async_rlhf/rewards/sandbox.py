@@ -91,13 +91,13 @@ class StoppableFunction:
         self.name, self.limit = name, limit
         self._function, self._load = function, load
         self._process: Any = None
-        self._ready = self._given_up = self._late = False
+        self._ready = self._is_lost = self._late = False
         self._idle = threading.Event()
         self._idle.set()
 
     def start(self) -> None:
         """Start the process unless it is running; :meth:`wait` waits for it."""
-        if self._given_up:
+        if self._is_lost:
             return
         idle = self._idle.wait(GRACE_SECONDS)  # after an error elsewhere, nothing waited for the last call
         if self._process is not None and idle and self._process.is_alive() and not self._late:
@@ -119,7 +119,7 @@ class StoppableFunction:
 
     def wait(self) -> None:
         """Wait until the process has loaded the function, as the limit is for calls. If it cannot, call it here."""
-        if self._given_up or self._ready:
+        if self._is_lost or self._ready:
             return
         try:
             wrong = self._pipe.recv()
@@ -127,7 +127,7 @@ class StoppableFunction:
             wrong = self._epitaph()
         self._ready = wrong is None
         if wrong is not None:
-            self._given_up = True
+            self._is_lost = True
             self._kill()
             logger.warning("reward function %s cannot be loaded in a process of its own (%s)", self.name, wrong)
             warn_unstoppable(self.name, "is called in this process")
@@ -140,13 +140,13 @@ class StoppableFunction:
             ProcessDiedError: its process has ended.
             TooLateError: an async function was cancelled.
         """
-        if self._given_up:
+        if self._is_lost:
             return self._function(**arguments)
         before = capture(gpus=False)
         try:
             message = pickle.dumps((arguments, self.limit, torch.get_num_threads(), before))
         except Exception as error:  # of any kind: objects have their own ways to refuse pickling
-            self._given_up = True
+            self._is_lost = True
             logger.warning("reward function %s: its columns cannot be sent to a process (%r)", self.name, error)
             warn_unstoppable(self.name, "is called in this process")
             return self._function(**arguments)

@@ -80,9 +80,9 @@ class Regex(Reward):
         check_pattern("pattern", self.pattern)
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
-        given = self.pattern
-        patterns = column_values(columns, self.column) if given is None else [given] * len(completions)
-        if given is None:
+        pattern = self.pattern
+        patterns = column_values(columns, self.column) if pattern is None else [pattern] * len(completions)
+        if pattern is None:
             for number, pattern in enumerate(patterns, start=1):
                 self._check_own(number, pattern)
         pairs = zip(patterns, completions, strict=True)

@@ -77,9 +77,9 @@ class Card:
     def _facts(self, values: Mapping[str, Any]) -> dict[str, str]:
         config = self.config
         lag = f"{config.staleness}, {'at most' if config.generation.in_flight else 'exactly'}, for every token"
-        given = {key: values.get(key) for key in ("environment", "agent")}
+        named = {key: values.get(key) for key in ("environment", "agent")}
         rewards = [values.get("reward_model"), *map(without_text_arguments, values["reward_funcs"])]
-        rewards += [f"the {key} {_place(without_text_arguments(name))}" for key, name in given.items() if name]
+        rewards += [f"the {key} {_place(without_text_arguments(name))}" for key, name in named.items() if name]
         prompts = _place(values.get("data.train")) or "rows given in Python"
         return {
             "algorithm": _place(str(values["algorithm"])),

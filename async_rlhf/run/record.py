@@ -90,11 +90,11 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
     unnamed: dict[str, str] = {}
     models = {}
     for key in ("model", "reward_model", "ref_model", "value_model"):
-        given = getattr(inputs, key)
-        if given is not None and not isinstance(given, str):
-            unnamed[key] = type(given).__name__
-            given = getattr(given.config, "_name_or_path", "") or None
-        models[key] = given
+        model = getattr(inputs, key)
+        if model is not None and not isinstance(model, str):
+            unnamed[key] = type(model).__name__
+            model = getattr(model.config, "_name_or_path", "") or None
+        models[key] = model
     world, functions = inputs.world, {"reward_funcs": list(inputs.reward_funcs)}
     functions |= {"environment": [world.environment], "tools": list(world.tools), "agent": [world.agent]}
     names = {key: [name_loaded_by(f) or _name(f) for f in each if f is not None] for key, each in functions.items()}
@@ -231,8 +231,8 @@ def code_digests(functions: Iterable[Any]) -> dict[str, str]:
     that they import: :data:`CODE` and the file's name -> checksum. Of what the program itself defines, its own text.
     """
     texts: dict[str, list[bytes]] = {}
-    for given in functions:
-        made = inspect.unwrap(given.func if isinstance(given, partial) else given)
+    for function in functions:
+        made = inspect.unwrap(function.func if isinstance(function, partial) else function)
         made = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
         with suppress(OSError, TypeError):  # it has no source, as what is typed at a prompt
             file = inspect.getsourcefile(made)

@@ -19,8 +19,8 @@ _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, er
 
 def cache_folder() -> Path:
     """The folder for caches, which can be computed again: ``$ASYNC_RLHF_CACHE``, else ``~/.cache/async_rlhf``."""
-    told = os.environ.get("ASYNC_RLHF_CACHE")
-    return Path(told) if told else Path.home() / ".cache" / "async_rlhf"
+    folder = os.environ.get("ASYNC_RLHF_CACHE")
+    return Path(folder) if folder else Path.home() / ".cache" / "async_rlhf"
 
 
 @contextmanager

@@ -68,8 +68,8 @@ def require_own_package(command: str, who: str) -> None:
         ConfigError: the current folder, which comes first for them, has another one.
     """
     if (other := other_package()) is not None:
-        told = f"in this folder {who} would import {other} instead of {async_rlhf.__file__}"
-        raise ConfigError(f"{command}: {told}; must be started in another folder")
+        why = f"in this folder {who} would import {other} instead of {async_rlhf.__file__}"
+        raise ConfigError(f"{command}: {why}; must be started in another folder")
 
 
 def start_process(

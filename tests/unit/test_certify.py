@@ -26,7 +26,7 @@ from async_rlhf.studies.certify.certificate import (
     progress,
     summary_of,
     table,
-    told,
+    verdict_text,
 )
 from async_rlhf.studies.certify.command import run_certify, trials_of
 from async_rlhf.studies.certify.config import CertifyConfig
@@ -107,7 +107,7 @@ def test_decisions(shift, pairs, decision):
     assert summary["decision"] == decision
     low, high = summary["interval"]["low"], summary["interval"]["high"]
     assert {"non-inferior": low > -0.02, "inferior": high < -0.02, "undecided": low < -0.02 < high}[decision]
-    assert told(summary).startswith("S = 4 is " + decision if decision != "undecided" else "Undecided")
+    assert verdict_text(summary).startswith("S = 4 is " + decision if decision != "undecided" else "Undecided")
 
 
 def test_min_pairs_delays_the_decision():
@@ -127,7 +127,7 @@ def test_the_summary_has_what_the_pairs_have():
     assert summary["worst_pair"] == {"seed": 9, "difference": pytest.approx(-0.0075)}
     assert summary["kl_stale"] == 2.0
     assert summary["interval"]["coverage"] == pytest.approx(0.9)
-    text = told(summary) + table(found, QUESTION)
+    text = verdict_text(summary) + table(found, QUESTION)
     assert "12 pairs, seeds 0 to 11" in text
     assert "| 9 | 0.5177 | 0.5102 | -0.0075 |" in text
 
@@ -140,7 +140,7 @@ def test_every_look_can_be_written_and_told():
             line = json.loads(json_lines([line_of(*found[count - 1])]))
             assert (line["low"] is None) == (count < 4)
             assert math.isfinite(line["log10_evidence_non_inferior"])
-            text = told(summary_of(found[:count], QUESTION)) + progress(*found[count - 1], QUESTION)
+            text = verdict_text(summary_of(found[:count], QUESTION)) + progress(*found[count - 1], QUESTION)
             assert "nan" not in text
             assert "inf]" not in text
 

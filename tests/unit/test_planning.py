@@ -40,7 +40,7 @@ from async_rlhf.studies.plan.roofline import Roofline, _workload, batch_of, shap
 from async_rlhf.studies.plan.search import Choice, propose, search, try_split
 from async_rlhf.studies.plan.simulate import LEARNER, Outcome, Work, simulate
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
-from async_rlhf.studies.plan.times import given as given_times
+from async_rlhf.studies.plan.times import times_of as given_times
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Prompt, Sample
 

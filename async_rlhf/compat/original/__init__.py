@@ -74,8 +74,8 @@ def translate(
     values = _read(file, command, ours)
     if values is None:
         return None, list(words)
-    given, rest = _take_overrides(words, command, ours | {"algorithm"})
-    merged = _typed(values | given, command)
+    overridden, rest = _take_overrides(words, command, ours | {"algorithm"})
+    merged = _typed(values | overridden, command)
     overrides = {  # the last of equal ones wins
         word[2:].partition("=")[0]: word.partition("=")[2] if "=" in word else after
         for word, after in itertools.pairwise([*rest, ""])
@@ -122,11 +122,11 @@ def _read(path: str, command: str, ours: set[str]) -> dict[str, Any] | None:
         hint += f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"{key}: got {shown(values[key])}; {hint}")
     for each in repeated if launched_rank() == 0 else ():
-        print(f"warning: {path!r}, line {each.lines[1]}: {_told(each, command)}", file=sys.stderr)
+        print(f"warning: {path!r}, line {each.lines[1]}: {_repeated_as_text(each, command)}", file=sys.stderr)
     return values
 
 
-def _told(each: Repeated, command: str) -> str:
+def _repeated_as_text(each: Repeated, command: str) -> str:
     hidden = is_secret(each.key) or each.key not in KEYS[command]  # such as a variable to export
     before, last = (HIDDEN if hidden else masked(shown(value)) for value in each.values)
     same = each.values[0] == each.values[1]

@@ -60,7 +60,7 @@ class Translation:
     Args:
         command: ``train`` or another.
         kind: our configuration of that command (for ``train``: of the algorithm).
-        given: keys of the original and their values, of the right types.
+        values_of_file: keys of the original and their values, of the right types.
         overrides: our own dotted keys that were also given.
         values: our dotted keys and values so far.
         rows: the explanations so far.
@@ -69,7 +69,7 @@ class Translation:
 
     command: str
     kind: type[Checked]
-    given: Mapping[str, Any]
+    values_of_file: Mapping[str, Any]
     overrides: Mapping[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Translation:
 
     def __getitem__(self, key: str) -> Any:
         """The value that the original would use for a key: as given, else its default."""
-        return self.given.get(key, KEYS[self.command][key].default)
+        return self.values_of_file.get(key, KEYS[self.command][key].default)
 
     def needed(self, key: str) -> Any:
         """The same, for a key that the original requires."""
@@ -99,9 +99,9 @@ class Translation:
             note: how they are related.
         """
         targets = {targets: self[key]} if isinstance(targets, str) else targets
-        if key in self.given:
+        if key in self.values_of_file:
             self.values |= targets
-            self.rows.append(Row(key, self.given[key], targets, note))
+            self.rows.append(Row(key, self.values_of_file[key], targets, note))
         else:
             self._differing(key, self[key], targets, DEFAULT if note == MAPPED else f"{DEFAULT}; {note}")
 
@@ -118,7 +118,11 @@ class Translation:
     def idle(self, note: str, *keys: str) -> None:
         """Record keys without effect that were given and are not explained yet."""
         done = {row.key for row in self.rows}
-        self.rows += [Row(key, self.given[key], {}, note) for key in keys if key in self.given and key not in done]
+        self.rows += [
+            Row(key, self.values_of_file[key], {}, note)
+            for key in keys
+            if key in self.values_of_file and key not in done
+        ]
 
     def _differing(self, key: str, value: Any, targets: Mapping[str, Any], note: str) -> None:
         differing = {name: each for name, each in targets.items() if self.defaults[name] != each}
@@ -128,12 +132,12 @@ class Translation:
 
     def finish(self) -> None:
         """Explain the rest, and order the rows as in the file, then the defaults; every given key must have one."""
-        for key in self.given.keys() - {row.key for row in self.rows}:
+        for key in self.values_of_file.keys() - {row.key for row in self.rows}:
             note = KEYS[self.command][key].note
             if not note:
                 raise AssertionError(f"no word about {key}")
             self.idle(note, key)
-        order = {f"({ALGORITHM})": -1} | {key: number for number, key in enumerate(self.given)}
+        order = {f"({ALGORITHM})": -1} | {key: number for number, key in enumerate(self.values_of_file)}
         self.rows.sort(key=lambda row: order.get(row.key, len(order)))
 
 
@@ -200,7 +204,7 @@ def environment(t: Translation) -> None:
         ConfigError: a file may not set one of the variables, or a value is not on one line.
     """
     right = f"a file may set only {', '.join(sorted(EXPORTED))}; export others in the shell, if you mean them"
-    for name, value in t.given.get(ENVIRONMENT, {}).items():
+    for name, value in t.values_of_file.get(ENVIRONMENT, {}).items():
         require(name in EXPORTED, ENVIRONMENT, name, right)
         plain = isinstance(value, (str, int, float)) and str(value).isprintable()
         require(plain, f"{ENVIRONMENT}.{name}", value, "must be text on one line, or a number")

@@ -27,11 +27,11 @@ _TABLE_TEMPERATURE = 0.01
 _MASTERS = "weights and AdamW stay float32 here; in pure bfloat16 there, nearly every step rounded to nothing"
 
 
-def find_algorithm(given: Mapping[str, Any], chosen: str | None, file: str) -> tuple[str, str]:
+def find_algorithm(values: Mapping[str, Any], chosen: str | None, file: str) -> tuple[str, str]:
     """Which of the original's trainers a file is for, and the reason: there the program decides, not the file.
 
     Args:
-        given: keys of the original and their values.
+        values: keys of the original and their values.
         chosen: what the command line or the environment asks for.
         file: the file's name.
 
@@ -41,16 +41,16 @@ def find_algorithm(given: Mapping[str, Any], chosen: str | None, file: str) -> t
     *others, last = PROGRAMS
     right = f"must be one of {', '.join(PROGRAMS)}: the original has no other (for another one, migrate the file first)"
     require(chosen is None or chosen in PROGRAMS, ALGORITHM, chosen, right)
-    if given.get("bok"):
+    if values.get("bok"):
         require(chosen in (None, "best_of_k"), ALGORITHM, chosen, "must be best_of_k with bok: true")
         return "best_of_k", "bok is true"
     if chosen is not None:
         return chosen, "asked for"
-    dpo = [key for key in _OF_DPO if key in given] + (["vllm"] if given.get("vllm") else [])
-    ppo = [key for key in _OF_PPO if key in given]
+    dpo = [key for key in _OF_DPO if key in values] + (["vllm"] if values.get("vllm") else [])
+    ppo = [key for key in _OF_PPO if key in values]
     if bool(dpo) != bool(ppo):
         return ("online_dpo" if dpo else "ppo"), f"only its trainer reads {(dpo or ppo)[0]}"
-    names = {"output_dir": given.get("output_dir"), "run_name": given.get("run_name"), "the file's name": file}
+    names = {"output_dir": values.get("output_dir"), "run_name": values.get("run_name"), "the file's name": file}
     for source, name in names.items():
         for pattern, algorithm in _NAMES.items():
             if found := re.match(pattern, os.path.basename(str(name or "").rstrip("/"))):
@@ -84,7 +84,7 @@ def translate_train(t: Translation, algorithm: str, why: str) -> None:
 
 def _models_and_data(t: Translation) -> None:
     t.same("", "sft_model_path=model reward_model_path=reward_model dataset_train_split=data.train_split")
-    if "max_length" in t.given:  # else 512 in both, but here a model with fewer positions is no error
+    if "max_length" in t.values_of_file:  # else 512 in both, but here a model with fewer positions is no error
         t.same("train.", "max_length=max_prompt_length")
     if t["model_name_or_path"] in (None, t["sft_model_path"]):
         t.idle("mapped: the tokenizer is the one of sft_model_path", "model_name_or_path")
@@ -195,7 +195,7 @@ def _schedule(t: Translation, number: int) -> None:
 
 def _optimisation(t: Translation, algorithm: str) -> None:
     t.same("train.", "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon seed")
-    if "gradient_checkpointing" in t.given:  # else ours decides: it moves no number
+    if "gradient_checkpointing" in t.values_of_file:  # else ours decides: it moves no number
         t.same("train.", "gradient_checkpointing")
     several = t["num_mini_batches"] * t["num_ppo_epochs"] > 1
     note = "mapped; stepped after every optimiser step here, once a batch and before the first there"
@@ -228,7 +228,7 @@ def _generation(t: Translation, algorithm: str) -> None:
         t.maps("stop_token_id", {"train.generation.stop_token_ids": [t["stop_token_id"]]}, note)
     if algorithm == "online_dpo":
         _engine(t)
-        bf16 = {} if {"bf16", "fp16"} & t.given.keys() else {"train.bf16": True}
+        bf16 = {} if {"bf16", "fp16"} & t.values_of_file.keys() else {"train.bf16": True}
         common.weights_dtype(t, "train.generation.dtype", f"mapped, for the generator; {_MASTERS}", bf16)
         return
     in_turn = {"train.staleness": 0, "train.generation.placement": "inline"}
@@ -282,6 +282,6 @@ def _logs(t: Translation, algorithm: str, number: int, completions: int) -> None
         return
     if algorithm == "online_dpo":
         t.idle("mapped: a few completions of each logged batch go to samples.jsonl", "save_generations")
-    if "logging_steps" in t.given:  # if it is absent, every batch was logged, as here
+    if "logging_steps" in t.values_of_file:  # if it is absent, every batch was logged, as here
         steps = max(1, _share_of(t, "logging_steps", number))
         t.maps("logging_steps", {"train.logging_steps": steps}, "mapped; was ignored there: every batch was logged")

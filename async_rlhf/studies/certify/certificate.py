@@ -147,7 +147,7 @@ def progress(pair: Pair, known: Known, question: Question) -> str:
     )
 
 
-def told(summary: Mapping[str, Any]) -> str:
+def verdict_text(summary: Mapping[str, Any]) -> str:
     """The certificate in words."""
     odds = {
         name: _odds(summary[f"log10_evidence_{name}"] * math.log(10), summary["error"])

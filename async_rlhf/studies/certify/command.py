@@ -14,7 +14,7 @@ from async_rlhf.config import EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import load_rows
 from async_rlhf.studies.certify.bets import Question, fewest_pairs
-from async_rlhf.studies.certify.certificate import in_order, line_of, looks, progress, summary_of, table, told
+from async_rlhf.studies.certify.certificate import in_order, line_of, looks, progress, summary_of, table, verdict_text
 from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.sweep.command import FailedRunsError, check_trials, run_trials, start_jobs
 from async_rlhf.studies.sweep.results import Results
@@ -63,7 +63,7 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
             write_file(folder / PAIRS, json_lines(line_of(*one) for one in found))
             logger.info("%s", progress(pair, known, question))
         summary = summary_of(found, question)
-        text = f"{told(summary)}\n\n{table(found, question)}\n"
+        text = f"{verdict_text(summary)}\n\n{table(found, question)}\n"
         write_file(folder / TEXT, text)
         write_file(folder / CERTIFICATE, json_lines([summary]))
     print(text)
@@ -73,8 +73,8 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
 
 def question_of(config: CertifyConfig) -> Question:
     """What is asked; with ``of_gain`` margin and bound are still shares."""
-    given = (config.staleness, config.margin, config.error, config.min_pairs)
-    return Question(*given, 10 * config.margin if config.bound is None else config.bound, config.breakdown_rate)
+    bound = 10 * config.margin if config.bound is None else config.bound
+    return Question(config.staleness, config.margin, config.error, config.min_pairs, bound, config.breakdown_rate)
 
 
 def trials_of(config: CertifyConfig) -> list[Trial]:
@@ -116,8 +116,8 @@ def _gain(config: CertifyConfig) -> float:
     golds = {name: results["gold"]["estimate"] for name, results in _succeeded(running)}
     trained = golds.pop(pilot.name)
     (start,) = golds.values()
-    told = f"seed {config.seed} goes from a gold reward of {start:.4f} to {trained:.4f}, and there are no shares of"
-    require(trained > start, "of_gain", True, f"must be false: {told} that")
+    why = f"seed {config.seed} goes from a gold reward of {start:.4f} to {trained:.4f}, and there are no shares of"
+    require(trained > start, "of_gain", True, f"must be false: {why} that")
     return trained - start
 
 

@@ -126,8 +126,8 @@ def reward_parts(scorer: Scorer, scored: ScoredBatch) -> list[str]:
     """What the scores of a batch are made of, by name."""
     config, samples = scorer.config, scored.batch.samples
     penalties = {"length_penalty": config.length_penalty != 0, "non_eos_penalty": bool(config.non_eos_penalty)}
-    given = ["environment"] if any(sample.rewards is not None for sample in samples) else []
-    return [*scored.rewards, *given, *(name for name, there in penalties.items() if there)]
+    environment = ["environment"] if any(sample.rewards is not None for sample in samples) else []
+    return [*scored.rewards, *environment, *(name for name, there in penalties.items() if there)]
 
 
 def without_part(scorer: Scorer, scored: ScoredBatch, part: str) -> ScoredBatch:

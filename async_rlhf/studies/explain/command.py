@@ -134,8 +134,8 @@ def _say_from(part: Part, start: int) -> None:
     repeats, later = count(part.batch - start, "batch", "batches"), part.last - part.batch
     after = f", and {later} later" if later else ""
     if part.checkpoint is None:
-        told = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s"
-        logger.info(told, part.batch, repeats, after)
+        what = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s"
+        logger.info(what, part.batch, repeats, after)
     else:
         logger.info("explain: repeats %s from %s%s", repeats, part.checkpoint.name, after)
 

@@ -24,7 +24,7 @@ from async_rlhf.studies.plan.config import PlanConfig
 from async_rlhf.studies.plan.measured import MeasuredRun, read_run
 from async_rlhf.studies.plan.roofline import Roofline, batch_of, filled
 from async_rlhf.studies.plan.search import GAIN, Choice, Proposal, in_flight, propose, search, try_split
-from async_rlhf.studies.plan.times import Scaled, Split, Times, given
+from async_rlhf.studies.plan.times import Scaled, Split, Times, times_of
 from async_rlhf.studies.templates import count
 from async_rlhf.studies.templates import filled as filled_page
 from async_rlhf.system import trace
@@ -141,7 +141,7 @@ def find_times(config: PlanConfig) -> Source:
         right = "must be a YAML file, or null, with seconds: the times are either measured or given"
         require(not folder, "run", config.run, right)
         prompts = prompts or (recipe.train.batch_size if recipe else None)
-        scaled = given(config.seconds, scaling, prompts, config.workload)
+        scaled = times_of(config.seconds, scaling, prompts, config.workload)
         text = f"seconds as given, for {_split(scaled.measured)}"
         return Source(scaled, config.devices or _devices(scaled.measured), prompts, text)
     right = "must be the folder of a run; or give seconds.generate and seconds.train, or model.parameters"

@@ -278,8 +278,8 @@ class PlanConfig(Checked):
 
     def check(self) -> None:
         self.keeps("batches", at_least(8 * (self.max_staleness + 1)))
-        given = self.seconds.generate is not None
+        are_seconds = self.seconds.generate is not None
         right = "must be null with seconds: the times are either given or estimated"
-        require(self.model.parameters is None or not given, "model.parameters", self.model.parameters, right)
+        require(self.model.parameters is None or not are_seconds, "model.parameters", self.model.parameters, right)
         right = "must be given with model.parameters: how many devices are to be split?"
         require(self.model.parameters is None or self.devices is not None, "devices", self.devices, right)

@@ -242,8 +242,8 @@ class Roofline:
             return 0.0
         held = (sum if count == 1 else max)(self._judges) * self._frozen_bytes
         if held > self._room():
-            told = f"{held / 1e9:.0f} GB for their weights, and {count} of model.frozen_devices"
-            raise DoesNotFitError(f"reference and reward model need {told} has {self._room() / 1e9:.0f}")
+            needed = f"{held / 1e9:.0f} GB for their weights, and {count} of model.frozen_devices"
+            raise DoesNotFitError(f"reference and reward model need {needed} has {self._room() / 1e9:.0f}")
         scored = self._forest(batch.prompts, batch.samples_per_prompt)
         each = [self._forward(size, scored) / (hardware.tflops * 1e12 * hardware.forward_mfu) for size in self._judges]
         return sum(each) if count == 1 else max(each)
@@ -340,8 +340,8 @@ class Roofline:
     @property
     def _value(self) -> float:
         """Parameters of the value model."""
-        given = self.model.value_parameters
-        return given if given is not None else self._policy if self.batch.values else 0.0
+        parameters = self.model.value_parameters
+        return parameters if parameters is not None else self._policy if self.batch.values else 0.0
 
     @property
     def _trained(self) -> float:
@@ -354,8 +354,8 @@ class Roofline:
 
     @property
     def _frozen_bytes(self) -> float:
-        given = self.model.frozen_bytes
-        return given if given is not None else 2.0 if self._bf16 else 4.0
+        size = self.model.frozen_bytes
+        return size if size is not None else 2.0 if self._bf16 else 4.0
 
     @property
     def _bf16(self) -> bool:

@@ -156,7 +156,7 @@ def _part(fixed: float, part: float) -> float:
     return fixed + (1 - fixed) * part
 
 
-def given(
+def times_of(
     seconds: SecondsConfig, scaling: ScalingConfig, prompts: int | None, workload: WorkloadConfig | None = None
 ) -> Scaled:
     """The times that the user gives."""

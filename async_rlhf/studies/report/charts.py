@@ -85,8 +85,8 @@ class Series(NamedTuple):
         """Its words in a legend."""
         if self.says is not None:
             return self.says
-        told = ", ".join(filter(None, [self.algorithm, "" if self.staleness is None else f"S = {self.staleness}"]))
-        return f"{self.name} ({told})" if told else self.name
+        details = ", ".join(filter(None, [self.algorithm, "" if self.staleness is None else f"S = {self.staleness}"]))
+        return f"{self.name} ({details})" if details else self.name
 
 
 class Look(NamedTuple):
@@ -242,8 +242,8 @@ def with_band(spec: Spec, low: float, high: float, text: str) -> Spec:
 def with_threshold(spec: Spec, value: float) -> Spec:
     """The chart with a dashed line where a warning begins."""
     y = {**spec["layer"][-1]["encoding"]["y"], "field": "value"}
-    told = [{"field": "value", "title": "a warning begins at"}]
-    line = _layer("rule", {"y": y, "tooltip": told}, strokeDash=[4, 4], color=GREY, strokeWidth=1.4)
+    tooltip = [{"field": "value", "title": "a warning begins at"}]
+    line = _layer("rule", {"y": y, "tooltip": tooltip}, strokeDash=[4, 4], color=GREY, strokeWidth=1.4)
     return {**spec, "layer": [*spec["layer"], {"data": {"values": [{"value": value}]}, **line}]}
 
 
@@ -268,7 +268,7 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
     y["scale"] = {"domain": list(tracks)}
     tooltip = [{"field": "track"}, {"field": "what", "title": "work"}, {"field": "text", "title": "batch"}]
     times = {"start": "from (s)", "end": "to (s)"}
-    tooltip += [{"field": field, "title": told, "format": ".3f"} for field, told in times.items()]
+    tooltip += [{"field": field, "title": title, "format": ".3f"} for field, title in times.items()]
     bar = {"x": x.encoding(), "x2": {"field": "end"}, "y": y, "color": colour, "tooltip": tooltip}
     number = {"x": {**x.encoding(), "field": "middle"}, "y": y, "text": {"field": "text"}}
     wide = {"filter": f"datum.end - datum.start > {seconds / 30:.6g}"}

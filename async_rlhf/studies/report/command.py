@@ -30,18 +30,18 @@ def run_report(config: ReportConfig) -> Path:
     if not can_draw():
         raise ConfigError(f"report: the charts need vl-convert-python; install it with: {INSTALL}")
     folders = [Path(name).expanduser() for name in config.runs]
-    given = [folder for folder in folders if (folder / EVALUATION).is_file() and not (folder / METRICS).is_file()]
-    names = _names([folder for folder in folders if folder not in given])
+    evaluations = [folder for folder in folders if (folder / EVALUATION).is_file() and not (folder / METRICS).is_file()]
+    names = _names([folder for folder in folders if folder not in evaluations])
     right = "must have at least one output folder of a run; of evaluations alone there is evaluation.txt"
     require(len(names) > 0, "runs", config.runs, right)
     place = next(iter(names)) / REPORT if len(names) == 1 else Path(REPORT)
     out = place if config.out is None else Path(config.out).expanduser()
-    runs = _write(names, given, out, config.every if config.live else None)
+    runs = _write(names, evaluations, out, config.every if config.live else None)
     logger.info("report: %s", out)
     if config.open:
         webbrowser.open(out.absolute().as_uri())
     if config.live:
-        _follow(names, given, out, config.every, runs)
+        _follow(names, evaluations, out, config.every, runs)
     return out
 
 
@@ -62,29 +62,31 @@ def report_of_run(folder: Path) -> str:
 
 
 def _write(
-    names: Mapping[Path, str], given: Sequence[Path], out: Path, refresh: float | None = None, ended: bool = False
+    names: Mapping[Path, str], evaluations: Sequence[Path], out: Path, refresh: float | None = None, ended: bool = False
 ) -> list[ReadRun]:
     if out.exists() and not is_report(out):
         raise ConfigError(f"out: got {str(out)!r}; is there and is no page of async-rlhf report; choose another name")
     runs = [read_run(folder, name, ended) for folder, name in names.items()]
     follows = any(run.state == "running" for run in runs)
-    text = page(runs, evaluations_of(runs, given), refresh if follows else None)
+    text = page(runs, evaluations_of(runs, evaluations), refresh if follows else None)
     # Two processes may write it: the run that has just ended, and a report that follows it.
     write_file(out, text)
     return runs
 
 
-def _follow(names: Mapping[Path, str], given: Sequence[Path], out: Path, every: float, runs: list[ReadRun]) -> None:
+def _follow(
+    names: Mapping[Path, str], evaluations: Sequence[Path], out: Path, every: float, runs: list[ReadRun]
+) -> None:
     """Write the page whenever a run has written something, until all have ended."""
     seen = _news(names)
     with suppress(KeyboardInterrupt):
         while any(run.state == "running" for run in runs):
             time.sleep(every)
             if (now := _news(names)) != seen or not all(run.state == "running" for run in runs):
-                seen, runs = now, _write(names, given, out, every)
+                seen, runs = now, _write(names, evaluations, out, every)
         logger.info("report: no run is training (any more); %s is the last state", out)
         return
-    _write(names, given, out)
+    _write(names, evaluations, out)
     logger.info("report: %s does not follow any more", out)
 
 

@@ -179,9 +179,9 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     return Evaluation(folder, config, results, list(json_lines(folder / SAMPLES, [])))
 
 
-def evaluations_of(runs: Sequence[ReadRun], given: Sequence[Path] = ()) -> list[Evaluation]:
+def evaluations_of(runs: Sequence[ReadRun], folders: Sequence[Path] = ()) -> list[Evaluation]:
     """Those that were given, and those of these runs that lie in their folders or beside them."""
-    asked = [folder.resolve() for folder in given]
+    asked = [folder.resolve() for folder in folders]
     nearby = [place for run in runs for place in (run.folder, run.folder.resolve().parent)]
     near = [path.parent.resolve() for place in nearby for path in sorted(place.glob(f"*/{EVALUATION}"))]
     found = {place: read_evaluation(place) for place in [*asked, *near]}
@@ -232,7 +232,7 @@ def json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
     path = folder / RUN_FILE
-    with _told(path, "algorithm and sizes are not known", problems):
+    with _noting(path, "algorithm and sizes are not known", problems):
         values = read_yaml(str(path), "runs")
         flat = Record(values).flat()
         for name in ("reward_funcs", "callbacks"):
@@ -244,13 +244,13 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     path = folder / ENVIRONMENT
-    with _told(path, "versions and starts are not known", problems):
+    with _noting(path, "versions and starts are not known", problems):
         return [one for one in _from_json(path.read_text(encoding="utf-8")) if isinstance(one, dict)]
     return []
 
 
 @contextmanager
-def _told(path: Path, missing: str, problems: list[str]) -> Iterator[None]:
+def _noting(path: Path, missing: str, problems: list[str]) -> Iterator[None]:
     """Adds to ``problems`` what goes wrong with a file; ``missing`` is what follows if it is not there."""
     try:
         yield

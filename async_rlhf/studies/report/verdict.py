@@ -21,13 +21,13 @@ def verdict(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) -> 
 
 
 def _text(run: ReadRun, first: ReadRun, evaluations: Sequence[Evaluation]) -> str:
-    told = [next(filter(None, _rewards(run, first, evaluations)), "their rewards cannot be compared")]
+    sentences = [next(filter(None, _rewards(run, first, evaluations)), "their rewards cannot be compared")]
     seconds = [[row["time/batch"] for row in one.rows[_WARM_UP:] if "time/batch" in row] for one in (run, first)]
     if all(seconds):
         mine, other = map(fmean, seconds)
-        told.append(f"a batch took {mine:.3g} s, {other:.3g} there: {other / mine:.2f} times as fast")
+        sentences.append(f"a batch took {mine:.3g} s, {other:.3g} there: {other / mine:.2f} times as fast")
     waited = idleness(run.traces.values())
-    return "; ".join(told) + "." + ("" if waited is None else f" {waited.text}")
+    return "; ".join(sentences) + "." + ("" if waited is None else f" {waited.text}")
 
 
 def _rewards(run: ReadRun, first: ReadRun, evaluations: Sequence[Evaluation]) -> Iterator[str]:

@@ -60,8 +60,8 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
         if config.share is None:
             _show(config, trials, found)
     if failed:
-        told = "\n  ".join(f"{name}: {error}" for name, error in failed.items())
-        raise FailedRunsError(f"{len(failed)} runs failed; start the sweep again to repeat them:\n  {told}")
+        failures = "\n  ".join(f"{name}: {error}" for name, error in failed.items())
+        raise FailedRunsError(f"{len(failed)} runs failed; start the sweep again to repeat them:\n  {failures}")
     return found
 
 
@@ -81,8 +81,8 @@ def run_trials(
     if known:
         logger.info("%d of %d runs are done already", len(known), len(trials))
     for number, (job, results, error) in enumerate(_outcomes(jobs, config), start=1):
-        told = f"failed: {error}" if results is None else f"gold reward {results['gold']['estimate']:.3f}"
-        logger.info("%d of %d: %s: %s", number, len(jobs), job.name, told)
+        outcome = f"failed: {error}" if results is None else f"gold reward {results['gold']['estimate']:.3f}"
+        logger.info("%d of %d: %s: %s", number, len(jobs), job.name, outcome)
         if results is not None and "nothing_learnt" in results:
             logger.warning("WARNING: %s: %s", job.name, results["nothing_learnt"])
         yield job.name, results, error
@@ -132,14 +132,14 @@ def _show(config: SweepConfig, trials: Sequence[Trial], found: Mapping[str, Resu
     if not done:
         return
     starts = {trial.name: found[_start_name(trial)] for trial in done if _start_name(trial) in found}
-    told = summaries([found[trial.name] for trial in done], starts, labels_of(config.baseline))
-    folder, text = Path(config.output_dir), table(told, labels_of(config.baseline))
+    summarised = summaries([found[trial.name] for trial in done], starts, labels_of(config.baseline))
+    folder, text = Path(config.output_dir), table(summarised, labels_of(config.baseline))
     write_file(folder / TABLE, text)
     write_file(folder / RESULTS, json_lines(found[trial.name] for trial in done))
     files = {"table": TABLE, "every run": RESULTS}
     if not can_draw():
         logger.info("no picture: %s brings what draws it", INSTALL)
-    elif draw(told, config.plot_axis, folder / PICTURE):
+    elif draw(summarised, config.plot_axis, folder / PICTURE):
         files["picture"] = PICTURE
     print(text)
     logger.info("%s", "\n".join(f"{what}: {folder / name}" for what, name in files.items()))

@@ -88,19 +88,19 @@ def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
     """A Markdown table, a row for each setting."""
     axes = list(dict.fromkeys(axis for one in found for axis in one.setting))
     metrics = {name: label for name, label in METRICS.items() if any(name in one.metrics for one in found)}
-    told = ", ".join(f"{axis.rpartition('.')[2]} {label}" for axis, label in baseline.items())
-    against = [f"minus {told}"] if baseline else []
+    labels = ", ".join(f"{axis.rpartition('.')[2]} {label}" for axis, label in baseline.items())
+    against = [f"minus {labels}"] if baseline else []
     wins = ["wins vs. start"] if any(one.wins for one in found) else []
     short = [axis.rpartition(".")[2] for axis in axes]
     titles = [*short, "seeds", "gold reward", *against, *wins, "KL to start", *metrics.values()]
     lines = [markdown_row(titles), markdown_row(["---"] * len(titles))]
     for one in found:
         cells = [one.setting.get(axis, "") for axis in axes]
-        cells += [str(len(one.seeds)), _told(one.gold, ".3f")]
+        cells += [str(len(one.seeds)), _cell(one.gold, ".3f")]
         of_some = f" ({one.common} of its seeds)" if one.against and one.common < len(one.seeds) else ""
-        cells += [_told(one.against, "+.3f") + of_some] if baseline else []
-        cells += [_told(one.wins, ".1%")] if wins else []
-        cells.append(_told(one.kl, ".2f"))
+        cells += [_cell(one.against, "+.3f") + of_some] if baseline else []
+        cells += [_cell(one.wins, ".1%")] if wins else []
+        cells.append(_cell(one.kl, ".2f"))
         cells += [f"{one.metrics[name]:.3f}" if name in one.metrics else "" for name in metrics]
         lines.append(markdown_row(cells))
     return "\n".join(lines) + "\n"
@@ -111,7 +111,7 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _told(interval: Interval | None, form: str) -> str:
+def _cell(interval: Interval | None, form: str) -> str:
     if interval is None:
         return ""
     estimate, low, high = (f"{value:{form}}" for value in interval)

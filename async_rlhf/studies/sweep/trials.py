@@ -133,13 +133,13 @@ def of_setting(
     return found
 
 
-def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], told: str = "base") -> RunConfig:
+def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], place: str = "base") -> RunConfig:
     """The configuration of a run with these keys, from ``base``; its folder and seed are not those of any run yet.
 
     Args:
         config: of the sweep.
         keys: dotted keys of ``train``.
-        told: what an error begins with.
+        place: what an error begins with.
     """
     if isinstance(config.base, str):  # a file that train may run, too
         require(Path(config.base).is_file(), "base", config.base, "must be a file with the keys of train, or a mapping")
@@ -150,7 +150,7 @@ def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], told: str = "bas
     threads = {"train.num_threads": config.threads, "train.generation.num_threads": config.threads}
     wanted = {**threads, **keys, "train.output_dir": str(Path(config.output_dir) / "runs" / "any")}
     words = [f"--{name}={label_of(value)}" for name, value in wanted.items()]
-    return _parsed(RunConfig, "train", config.base, told, words)
+    return _parsed(RunConfig, "train", config.base, place, words)
 
 
 def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
@@ -165,7 +165,7 @@ def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
 
 
 def _parsed(
-    kind: type[Any], command: str, values: str | Mapping[str, Any], told: str, words: Sequence[str] = ()
+    kind: type[Any], command: str, values: str | Mapping[str, Any], place: str, words: Sequence[str] = ()
 ) -> Any:
     with tempfile.TemporaryDirectory() as folder:  # the parser reads only files
         path = Path(folder) / "config.yml"
@@ -175,7 +175,7 @@ def _parsed(
         try:
             return parse(kind, command, ["--config", file, *words], translated=True)[0]
         except ConfigError as error:
-            raise ConfigError(f"{told}: {error}") from error
+            raise ConfigError(f"{place}: {error}") from error
 
 
 def number_of(label: str) -> float | None:
