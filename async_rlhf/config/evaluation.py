@@ -110,8 +110,8 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
     num_samples: int = key(10, at_least(0), main="judging")
     """Prompts shown side by side."""
     track: bool = key(True, role="log")
-    """With run, log the results of its checkpoints in the same runs of W&B, TensorBoard, MLflow or trackio, each at its
-    batch; report_to of the training says which."""
+    """With run, log the results of its checkpoints in the same runs of W&B and TensorBoard, each at its batch; report_to
+    of the training says which."""
 
     def check(self) -> None:
         if self.generations is None:

@@ -113,7 +113,8 @@ def unread_model(
     chosen = _class_of(kind, config)
     try:
         with init_empty_weights(include_buffers=False):
-            buffers = dict(kind.from_config(config, dtype=DTYPE).named_buffers())
+            empty = kind.from_config(config, dtype=DTYPE, trust_remote_code=False)
+            buffers = dict(empty.named_buffers())
         model, report = chosen.from_pretrained(
             None,
             config=config,

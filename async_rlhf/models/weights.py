@@ -234,8 +234,9 @@ def _without_weights(model_type: str, config: str) -> PreTrainedModel | None:
     """A model that knows how its tensors are converted; None for one that brings its own code, which converts none."""
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
+    known = AutoConfig.for_model(**json.loads(config))
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
     return model
 
 

@@ -34,7 +34,7 @@ def main() -> None:
         setting = dict(part.split("=") for part in trial.name.split(","))
         lines = map(json.loads, path.read_text().splitlines())
         scores = [line["objective/scores"] for line in lines if "objective/scores" in line]
-        series.append(Series(trial.name, setting["algorithm"], int(setting["staleness"]), group=setting["algorithm"]))
+        series.append(Series(trial.name, setting["algorithm"], int(setting["staleness"])))
         rows += [{"series": trial.name, "batch": batch, "right": share} for batch, share in means(scores)]
     named = [one._replace(says=f"{one.algorithm}, S = {one.staleness}") for one in series]
     key = Key(named)

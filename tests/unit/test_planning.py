@@ -535,7 +535,7 @@ def test_the_learners_that_are_proposed_have_room(capsys):
     assert sorted(refused) == [1, 2]
     text = capsys.readouterr().out
     assert f"parallel.ranks: {results['best']['learners']}" in text
-    assert "GB at its peak, with gradient_checkpointing: true (annotate " in text
+    assert "GB at its peak, with gradient_checkpointing: selective (annotate " in text
 
 
 def line_of(**model) -> Roofline:
@@ -547,11 +547,11 @@ def test_activations_are_computed_again_only_where_there_is_no_room_for_them():
     assert not line_of().recompute(64) or line_of().memory(64, recompute=False).peak() > 72e9
     roomy = Roofline(replace(CHAT.hardware, memory_gb=400), CHAT.model, batch_of(CHAT.workload, None))
     assert not roomy.recompute(8)
-    needed = line_of().phases(8, recompute=False)["update"]
-    for share, again in ((0.99, True), (1.01, False)):  # of what a run would take on such a GPU
-        sized = replace(line_of().hardware, memory_gb=share * needed / 0.8e9)
-        assert replace(line_of(), hardware=sized).recompute(8) is again
-    assert line_of().learn_seconds(8) > roomy.learn_seconds(8)
+    for kept, share, again in ((False, 1.01, False), (False, 0.99, "selective"), ("selective", 0.99, True)):
+        needed = share * line_of().phases(8, kept)["update"]  # of what a run would take on such a GPU
+        sized = replace(line_of(), hardware=replace(line_of().hardware, memory_gb=needed / 0.8e9))
+        assert sized.recompute(8) == again
+    assert sized.learn_seconds(8) > roomy.learn_seconds(8)
     assert not line_of(recompute=False).recompute(1)
     assert line_of(recompute=True).recompute(64)
     kept = line_of(recompute="selective")

@@ -386,9 +386,9 @@ class Roofline:
         asked = self.batch.recompute if self.model.recompute is None else self.model.recompute
         if asked is not None or self.model.activations_gb is not None:
             return asked or False
-        return self.phases(learners, recompute=False)["update"] > min(
-            self._room(), USED * self.hardware.memory_gb * 1e9
-        )
+        room = min(self._room(), USED * self.hardware.memory_gb * 1e9)
+        least = (again for again in (False, "selective") if self.phases(learners, again)["update"] <= room)
+        return next(least, True)
 
     def phases(self, learners: int, recompute: bool | str) -> dict[str, float]:
         """Bytes of each of this many learners at the peak of each phase."""
