@@ -15,8 +15,7 @@ from async_rlhf.types import Experience, LossOutput, PolicyOutput
 class OnlineBoKConfig(KLPenaltyConfig):
     """Best-of-K: supervised learning on the best of K samples (Stiennon et al., arXiv 2009.01325, as a trainer)."""
 
-    kl: KLConfig = key(lambda: KLConfig(coef=0.0))
-    """The penalty."""
+    kl = key(lambda: KLConfig(coef=0.0))
 
     def check(self) -> None:
         super().check()

@@ -137,6 +137,10 @@ def key(
     return dataclasses.field(default=default, metadata=known)
 
 
+_UNSAID = key(None).metadata
+"""What a key is without a word about it."""
+
+
 def at_least(minimum: float) -> Rule:
     """The value must not be smaller."""
     return Rule(lambda value: value >= minimum, f"must be at least {minimum}")
@@ -208,13 +212,15 @@ def configuration(*, kw_only: bool = False) -> Callable[[type[Kind]], type[Kind]
 
 @dataclass_transform(frozen_default=True)
 def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -> Any:
-    """A frozen dataclass of keys, whose types pydantic checks.
+    """A frozen dataclass of keys, whose types pydantic checks. ``name = value`` gives a key of a class above another
+    default, or with :func:`key` more rules or another role; the rest of what is said of it stays.
 
     Raises:
         ConfigError: when one is made, by a value of another type, or with a key that it has not.
     """
 
     def decorate(kind: type[Kind]) -> type[Kind]:
+        _define_again(kind)
         made: Any = dataclass(frozen=True, kw_only=kw_only, config=_STRICT)(kind)
         validated = made.__init__
 
@@ -232,6 +238,18 @@ def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -
         return made
 
     return decorate if kind is None else decorate(kind)
+
+
+def _define_again(kind: type) -> None:
+    """Make fields of the keys of classes above that this one gives another default, by ``name = value``."""
+    above = {name: item for one in kind.__mro__[:0:-1] for name, item in getattr(one, "__dataclass_fields__", {}).items()}
+    for name in [name for name in vars(kind) if name in above and name not in kind.__annotations__]:
+        value = vars(kind)[name]
+        again = value if isinstance(value, dataclasses.Field) else key(value)
+        said = {word: one for word, one in again.metadata.items() if one != _UNSAID[word]}
+        again.metadata, again.kw_only = {**above[name].metadata, **said}, above[name].kw_only
+        setattr(kind, name, again)
+        kind.__annotations__[name] = next(hints_of(one)[name] for one in kind.__mro__[1:] if name in hints_of(one))
 
 
 def _as_list(value: Any) -> Any:

@@ -293,8 +293,9 @@ def texts_of(kind: type) -> dict[str, str]:
             continue
         for item, below in itertools.pairwise(getattr(body, "body", ())):
             text = getattr(getattr(below, "value", None), "value", None) if isinstance(below, ast.Expr) else None
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, str):
-                found[item.target.id] = " ".join(text.split())
+            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
+            if isinstance(target, ast.Name) and isinstance(text, str):
+                found[target.id] = " ".join(text.split())
     return found
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from copy import copy
 from typing import Literal
 
-from async_rlhf.config.base import Checked, above, at_least, at_most, below, configuration, key, require
+from async_rlhf.config.base import Checked, above, at_least, at_most, below, configuration, inside, key, require
 from async_rlhf.config.common import MAX_COEFFICIENT
-from async_rlhf.config.online import NonEosPenalty, OnlineConfig
+from async_rlhf.config.online import OnlineConfig
 
 IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
 
@@ -122,10 +122,20 @@ class RatioConfig(KLPenaltyConfig):
 
 
 @configuration
+class DiscountConfig(RatioConfig):
+    """Objectives whose later rewards count less."""
+
+    gamma: float = key(1.0, inside("[0, 1]"))
+    """Discount from token to token."""
+    gamma_over: Literal["tokens", "turns"] = "tokens"
+    """ "turns" discounts from one answer of an episode to the next instead."""
+
+
+@configuration
 class GroupConfig(RatioConfig):
     """Objectives whose baseline is the rewards of the prompt's other completions."""
 
-    non_eos_penalty: NonEosPenalty = False
+    non_eos_penalty = False
     """As for every algorithm, but none by default: verifiable rewards of completions that did not end by themselves
     should not change unasked."""
     mask_truncated: bool = False
