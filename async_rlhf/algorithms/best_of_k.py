@@ -7,7 +7,8 @@ from dataclasses import replace
 from async_rlhf.algorithms.policy import kl_loss, kl_penalties, penalty_needs
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import at_least, configuration, key
-from async_rlhf.config.policy import KLConfig, KLPenaltyConfig
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import KLPenaltyConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 from async_rlhf.algorithms.policy import credited, policy_loss, ratio_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import above, at_most, configuration, key
-from async_rlhf.config.policy import GroupConfig, KLConfig
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import GroupConfig
 from async_rlhf.types import Experience
 
 
@@ -15,7 +16,7 @@ from async_rlhf.types import Experience
 class GRPOConfig(GroupConfig):
     """Group relative policy optimisation (Shao et al., arXiv 2402.03300) and its variants."""
 
-    samples_per_prompt = 8
+    samples_per_prompt = key(8)
     """K, the size of a group."""
     kl = key(lambda: KLConfig(coef=0.04, where="loss", estimator="k3"))
     """The penalty; GRPO has it in the loss."""
@@ -52,8 +53,8 @@ class DrGRPOConfig(GRPOConfig):
     """GRPO without its two biases (Liu et al., arXiv 2503.20783): no division by deviations or by lengths."""
 
     kl = key(_no_penalty)
-    scale_rewards = "none"
-    normalization = "constant"
+    scale_rewards = key("none")
+    normalization = key("constant")
 
 
 @configuration
@@ -61,10 +62,10 @@ class GSPOConfig(GRPOConfig):
     """Group sequence policy optimisation (Zheng et al., arXiv 2507.18071): one clipped ratio for each sample."""
 
     kl = key(_no_penalty)
-    ratio = "sequence_mean"
-    cliprange = 3e-4
+    ratio = key("sequence_mean")
+    cliprange = key(3e-4)
     """The ratio is clipped at 1 - cliprange; means over tokens stay nearer to 1 than the ratios of single tokens."""
-    cliprange_high = 4e-4
+    cliprange_high = key(4e-4)
 
 
 @configuration
@@ -72,11 +73,11 @@ class CISPOConfig(GRPOConfig):
     """GRPO with clipped weights in place of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
 
     kl = key(_no_penalty)
-    surrogate = "cispo"
-    normalization = "token"
+    surrogate = key("cispo")
+    normalization = key("token")
     cliprange = key(1.0, above(0), at_most(1))
     """The weight is at least 1 - cliprange; with 1 there is no such bound."""
-    cliprange_high = 4.0
+    cliprange_high = key(4.0)
     """And at most 1 + this (Khatri et al., arXiv 2510.13786, find 4 to 8 alike); null for cliprange."""
 
 

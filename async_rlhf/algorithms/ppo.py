@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
 from async_rlhf.algorithms.record import Algorithm, Needs
 from async_rlhf.config.base import above, at_least, configuration, inside, key
-from async_rlhf.config.online import LEARNING_RATE
-from async_rlhf.config.policy import IN_LOSS, DiscountConfig
+from async_rlhf.config.common import LEARNING_RATE
+from async_rlhf.config.online import IN_LOSS
+from async_rlhf.config.policy import DiscountConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
@@ -17,7 +17,7 @@ from async_rlhf.types import Experience, LossOutput, PolicyOutput
 class PPOConfig(DiscountConfig):
     """PPO with a learned value function (Schulman et al., arXiv 1707.06347)."""
 
-    samples_per_prompt = 1
+    samples_per_prompt = key(1)
     """K, completions per prompt; PPO needs only one."""
     lam: float = key(0.95, inside("[0, 1]"))
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""

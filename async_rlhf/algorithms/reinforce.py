@@ -8,7 +8,8 @@ from typing import Literal
 from async_rlhf.algorithms import policy
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import at_least, configuration, key
-from async_rlhf.config.policy import DiscountConfig, GroupConfig, KLConfig, OffPolicyConfig
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import DiscountConfig, GroupConfig, OffPolicyConfig
 from async_rlhf.types import Experience
 
 
@@ -31,7 +32,7 @@ class RLOOConfig(GroupConfig):
 class ReinforcePPConfig(DiscountConfig):
     """REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over the whole batch, without a value model."""
 
-    samples_per_prompt = 1
+    samples_per_prompt = key(1)
     """K, completions per prompt; one is enough without a baseline."""
     kl = key(lambda: KLConfig(coef=0.01))
     """The penalty, in the reward of each token."""

@@ -212,8 +212,8 @@ def configuration(*, kw_only: bool = False) -> Callable[[type[Kind]], type[Kind]
 
 @dataclass_transform(frozen_default=True)
 def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -> Any:
-    """A frozen dataclass of keys, whose types pydantic checks. ``name = value`` gives a key of a class above another
-    default, or with :func:`key` more rules or another role; the rest of what is said of it stays.
+    """A frozen dataclass of keys, whose types pydantic checks. ``name = key(value)``, without a type, gives a key of a
+    class above another default; the rest of what is said of it stays, unless that is said again.
 
     Raises:
         ConfigError: when one is made, by a value of another type, or with a key that it has not.
@@ -241,15 +241,17 @@ def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -
 
 
 def _define_again(kind: type) -> None:
-    """Make fields of the keys of classes above that this one gives another default, by ``name = value``."""
-    above = {name: item for one in kind.__mro__[:0:-1] for name, item in getattr(one, "__dataclass_fields__", {}).items()}
-    for name in [name for name in vars(kind) if name in above and name not in kind.__annotations__]:
-        value = vars(kind)[name]
-        again = value if isinstance(value, dataclasses.Field) else key(value)
-        said = {word: one for word, one in again.metadata.items() if one != _UNSAID[word]}
-        again.metadata, again.kw_only = {**above[name].metadata, **said}, above[name].kw_only
-        setattr(kind, name, again)
-        kind.__annotations__[name] = next(hints_of(one)[name] for one in kind.__mro__[1:] if name in hints_of(one))
+    """Make fields of the keys of classes above that a class gives another default, without a type."""
+    bases: list[Any] = [one for one in kind.__mro__[1:] if dataclasses.is_dataclass(one)]
+    for name, value in [*vars(kind).items()]:
+        above = next((one for one in bases if name in one.__dataclass_fields__), None)
+        if above is None or name in kind.__annotations__:
+            continue
+        item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
+        said = {word: meant for word, meant in item.metadata.items() if meant != _UNSAID[word]}
+        item.metadata, item.kw_only = {**before.metadata, **said}, before.kw_only
+        setattr(kind, name, item)
+        kind.__annotations__[name] = hints_of(above)[name]
 
 
 def _as_list(value: Any) -> Any:

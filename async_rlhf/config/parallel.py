@@ -56,7 +56,7 @@ class SharedConfig(Checked):
 
 
 @configuration
-class ParallelConfig(Checked):
+class ParallelConfig(SharedConfig):
     """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch,
     or srun as in recipes/slurm.
     """

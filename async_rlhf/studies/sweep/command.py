@@ -117,7 +117,7 @@ def start_jobs(config: ManyRunsConfig, trials: Sequence[Trial]) -> list[Job]:
     found = {}
     for trial in trials:
         folder = Path(config.output_dir) / _start_name(trial)
-        start = Start(trial.run.model, held_out=trial.held_out, folder=str(folder), overwrite=config.overwrite)
+        start = Start(model=trial.run.model, held_out=trial.held_out, folder=str(folder), overwrite=config.overwrite)
         found[folder] = Job(_start_name(trial), run_start, start, folder)
     return list(found.values())
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from async_rlhf.commands.stage import Stage
-from async_rlhf.config.base import configuration
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
 from async_rlhf.run.warnings import values_of
@@ -20,7 +19,7 @@ LAST_SHARE = 0.1
 """Of the batches, at the end of the run, over which metrics are averaged."""
 
 
-@configuration
+@dataclass(frozen=True, kw_only=True)
 class Start(Judged):
     """A model that runs start from, judged as their policies are."""
 

@@ -8,15 +8,14 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.config.base import REQUIRED, configuration, dotted, key, require
-from async_rlhf.config.common import RepeatableConfig
+from async_rlhf.config.base import REQUIRED, dotted, key, require
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.config import RunConfig
@@ -34,17 +33,19 @@ RESERVED = {
 _LONGEST_NAME = 120
 
 
-@configuration(kw_only=True)
-class Judged(RepeatableConfig):
+@dataclass(frozen=True, kw_only=True)
+class Judged:
     """A model, and how it is judged."""
 
     held_out: EvaluateConfig
     """How it is judged, without the policies."""
     folder: str = key(REQUIRED, role="place")
     """Where everything of it goes."""
+    overwrite: bool = key(False, role="place")
+    """Do it again even if it is done already."""
 
 
-@configuration
+@dataclass(frozen=True, kw_only=True)
 class Trial(Judged):
     """One run of many, and how its policy is judged."""
 
