@@ -258,7 +258,10 @@ def _as_list(value: Any) -> Any:
     return list(value) if type(value) is tuple else value
 
 
-_checked: Any = cache(configuration)
+@cache
+def _checked(kind: Any) -> Any:
+    """The same class with checked types: one derived from it, as pydantic takes no frozen class as its own."""
+    return configuration(type(kind.__name__, (kind,), {"__module__": kind.__module__}))
 
 
 def _of_key(kind: type, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
@@ -298,7 +301,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         if not is_pydantic_dataclass(type(self)):  # a user's own, by the decorator of the standard library
-            _checked(type(self))(**{item.name: getattr(self, item.name) for item in fields_of(type(self))})
+            kind: Any = type(self)
+            _checked(kind)(**{item.name: getattr(self, item.name) for item in fields_of(kind)})
             return
         for item in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, item.name)

@@ -20,11 +20,10 @@ from async_rlhf.config.base import (
     at_most,
     configuration,
     key,
-    require,
 )
 from async_rlhf.config.episodes import World
-from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
-from async_rlhf.config.rewards import check_one_judge
+from async_rlhf.config.parallel import ParallelConfig, SharedConfig
+from async_rlhf.config.rewards import check_functions
 
 SHARE = Rule(lambda share: 0 < share < 1, "must be between 0 and 1")
 COLUMN = Rule(bool, "must name a column")
@@ -135,7 +134,9 @@ class OnRanksConfig(ChattingConfig):
     """The command on several ranks, which share the work."""
 
     def check(self) -> None:
-        check_device(self.device, self.parallel.ranks)
+        right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
+        self.require(self.parallel.ranks == 1 or self.device in (None, "cpu", "cuda"), "device", right)
+        super().check()
 
 
 @configuration(kw_only=True)
@@ -194,11 +195,6 @@ class TrainingConfig(SeededConfig, OnRanksConfig):
 
 
 @configuration(kw_only=True)
-class SharedWorkConfig(RepeatableConfig, OnRanksConfig):
-    """Work with models that are not trained."""
-
-
-@configuration(kw_only=True)
 class CompletionsConfig(Checked):
     """How completions are drawn."""
 
@@ -231,10 +227,10 @@ class EpisodesConfig(Checked):
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: a run then does what reward_errors says."""
 
-    def check_episodes(self) -> None:
-        """Require that the length of episodes is said only if there are such. Raises :class:`ConfigError`."""
+    def check(self) -> None:
         right = "must be null without max_turns, which says that there are episodes"
         self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
+        super().check()
 
 
 @configuration(kw_only=True)
@@ -273,15 +269,10 @@ class PromptsConfig(FirstWordsConfig):
     prompt_field: str = "query"
     """The column with the prompt, as text or as messages of a chat."""
 
-    def check_prompts(self, group: str = "") -> None:
-        """Require that no column is named for prompts that are the first words of `text`.
-
-        Raises:
-            ConfigError: one is.
-        """
-        right = f"must be left out with {group}prompt_words, which takes the prompt from `text`"
-        named = self.prompt_words is not None and self.prompt_field != "query"
-        require(not named, f"{group}prompt_field", self.prompt_field, right)
+    def check(self) -> None:
+        right = f"must be left out with {self._group}prompt_words, which takes the prompt from `text`"
+        self.require(self.prompt_words is None or self.prompt_field == "query", "prompt_field", right)
+        super().check()
 
 
 @configuration(kw_only=True)
@@ -304,17 +295,12 @@ class HeldOutRowsConfig(FirstWordsConfig, HeldOutShareConfig):
     eval_split: str = "validation"
     """The same, for held-out data."""
 
-    def check_held_out(self, group: str = "") -> None:
-        """Require at most one of the two ways to hold data out.
-
-        Raises:
-            ConfigError: both are given, or a split of neither.
-        """
-        right = f"must be null with {group}eval, which names the held-out data"
-        one = self.eval is None or self.eval_fraction is None
-        require(one, f"{group}eval_fraction", self.eval_fraction, right)
+    def check(self) -> None:
+        right = f"must be null with {self._group}eval, which names the held-out data"
+        self.require(self.eval is None or self.eval_fraction is None, "eval_fraction", right)
         if self.eval is None:
-            self.leaves_out(["eval_split"], f"without {group}eval", group)
+            self.leaves_out(["eval_split"], f"without {self._group}eval", self._group)
+        super().check()
 
 
 @configuration
@@ -326,7 +312,7 @@ class TrainRowsConfig(HeldOutRowsConfig):
 
 
 @configuration(kw_only=True)
-class SamplingConfig(CompletionsConfig, PromptsConfig, SeededConfig, SharedWorkConfig):
+class SamplingConfig(CompletionsConfig, PromptsConfig, SeededConfig, RepeatableConfig, OnRanksConfig):
     """Answers to prompts by models that are not trained."""
 
     temperature = key(0.7, main="sampling")
@@ -338,10 +324,6 @@ class SamplingConfig(CompletionsConfig, PromptsConfig, SeededConfig, SharedWorkC
     max_prompt_length: int | None = key(None, at_least(1))
     """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
     besides those of the response."""
-
-    def check(self) -> None:
-        super().check()
-        self.check_prompts()
 
 
 @configuration(kw_only=True)
@@ -355,8 +337,10 @@ class RewardedConfig(Checked):
     """Or functions, as in ``train``."""
 
     def check_judge(self) -> None:
-        """Require one judge."""
-        check_one_judge(self.reward_model, self.reward_funcs)
+        """Require either a reward model or functions."""
+        check_functions(self.reward_funcs)
+        one = (self.reward_model is not None) != bool(self.reward_funcs)
+        self.require(one, "reward_model", "give either a reward_model or reward_funcs")
 
 
 @configuration(kw_only=True)

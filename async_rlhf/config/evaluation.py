@@ -9,6 +9,7 @@ from async_rlhf.config.base import at_least, configuration, key, require
 from async_rlhf.config.common import (
     EpisodesConfig,
     HeldOutShareConfig,
+    OnRanksConfig,
     ResultsConfig,
     RewardTokensConfig,
     SamplingConfig,
@@ -16,7 +17,6 @@ from async_rlhf.config.common import (
 )
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.generation import Dtype, VLLMConfig
-from async_rlhf.config.parallel import check_device
 from async_rlhf.config.rewards import JudgeConfig
 
 
@@ -50,7 +50,6 @@ class HeldOutConfig(ResultsConfig, SamplingConfig, WorldConfig, EpisodesConfig, 
 
     def check(self) -> None:
         self.world.check(self.max_turns, key="max_turns")
-        self.check_episodes()
         self.require(self.data != "", "data", "give the held-out prompts: a file, a folder, or a name on the hub")
         given = len(self.models) > 0 or self.run is not None
         self.require(given, "models", "give at least one, as name: folder, or a run")
@@ -107,7 +106,7 @@ class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
             super().check()
         else:
             self.leaves_out(_SAMPLED, "with generations, which were sampled already")
-        check_device(self.device, self.parallel.ranks)
+            OnRanksConfig.check(self)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
         self.require(known, "reference", right)

@@ -164,7 +164,7 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
-        self.check_episodes()
+        super().check()
         if self.max_turns is None:
             self.leaves_out(["step_timeout"], "without max_turns, which says that there are episodes")
         right = f"must be true unless engine is {able('unseeded')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, above, at_least, configuration, key, require
 
@@ -129,21 +129,3 @@ class ParallelConfig(SharedConfig):
         right += ": DeepSpeed lays out the optimiser its own way"
         zero = self.ranks > 1 and self.strategy.startswith("zero")
         require(not zero or checkpoints != "sharded", "checkpoint_format", checkpoints, right)
-
-
-def check_device(device: str | None, ranks: int) -> None:
-    """Refuse one device for several ranks."""
-    right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
-    require(ranks == 1 or device in (None, "cpu", "cuda"), "device", device, right)
-
-
-class OnRanks(Protocol):
-    """What starting ranks asks of a configuration."""
-
-    @property
-    def device(self) -> str | None:
-        """Where to compute; None for the first GPU, or the GPU of a rank's number, or the CPU."""
-
-    @property
-    def parallel(self) -> ParallelConfig | SharedConfig:
-        """How many ranks there are to be."""

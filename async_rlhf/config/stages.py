@@ -24,11 +24,11 @@ from async_rlhf.config.common import (
     COLUMN,
     SCORE,
     SHARE,
+    OnRanksConfig,
     RepeatableConfig,
     RewardedConfig,
     RewardTokensConfig,
     SamplingConfig,
-    SharedWorkConfig,
     TrainingConfig,
     TrainRowsConfig,
 )
@@ -101,7 +101,6 @@ class StageConfig(TrainRowsConfig, TrainingConfig, RepeatableConfig):
 
     def check(self) -> None:
         super().check()
-        self.check_held_out()
         held_out = self.eval is not None or self.held_out_share is not None
         self.require(self.eval_steps == 0 or held_out, "eval_steps", "must be 0 without eval or eval_fraction")
         self.parallel.require_format(self.checkpoint_format)
@@ -280,7 +279,7 @@ class RewardConfig(StageConfig):
 
 
 @configuration
-class RelabelConfig(RewardTokensConfig, SharedWorkConfig):
+class RelabelConfig(RewardTokensConfig, RepeatableConfig, OnRanksConfig):
     """Preference pairs labelled anew by a gold reward: ``async-rlhf relabel``. Rows as for ``reward``."""
 
     data: str = key(REQUIRED, names="data", main="data and models")

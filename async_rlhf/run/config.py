@@ -17,9 +17,7 @@ from async_rlhf.config.rewards import check_functions, check_rewards
 class DataConfig(PromptsConfig, TrainRowsConfig):
     """Where prompts come from."""
 
-    def check(self) -> None:
-        self.check_held_out("data.")
-        self.check_prompts("data.")
+    _group = "data."
 
 
 @configuration
