@@ -109,7 +109,7 @@ class Rule(NamedTuple):
 def key(
     default: Any,
     *rules: Rule,
-    role: Role = "result",
+    role: Role | None = None,
     may_change: str = "",
     must_stay: str = "",
     main: str = "",
@@ -121,24 +121,22 @@ def key(
     Args:
         default: REQUIRED for none; for a group its class, or a function that makes it.
         rules: conditions on the value. Those on several keys belong in :meth:`Checked.check`.
-        role: what the key decides.
+        role: what the key decides; "result" if nothing is said.
         may_change: why a run may be resumed with another value although the key decides the result.
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
         main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
         without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
         names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`.
     """
-    known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
-    known |= {"without_gpu": without_gpu, "names": names}
+    said = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
+    known = {word: meant for word, meant in {**said, "names": names}.items() if meant}
+    if without_gpu is not MISSING:
+        known["without_gpu"] = without_gpu
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
     if isinstance(default, (list, dict)):  # each configuration gets its own copy
         return dataclasses.field(default_factory=lambda: copy(default), metadata=known)
     return dataclasses.field(default=default, metadata=known)
-
-
-_UNSAID = key(None).metadata
-"""What a key is without a word about it."""
 
 
 def at_least(minimum: float) -> Rule:
@@ -248,8 +246,7 @@ def _define_again(kind: type) -> None:
         if above is None or name in kind.__annotations__:
             continue
         item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
-        said = {word: meant for word, meant in item.metadata.items() if meant != _UNSAID[word]}
-        item.metadata, item.kw_only = {**before.metadata, **said}, before.kw_only
+        item.metadata, item.kw_only = {**before.metadata, **item.metadata}, before.kw_only
         setattr(kind, name, item)
         kind.__annotations__[name] = hints_of(above)[name]
 

@@ -207,9 +207,9 @@ class OnlineConfig(SizesConfig):
     save_total_limit: int | None = key(None, at_least(1), may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
-    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept. null for that of stop_at."""
+    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)
-    """Whether a larger value is better, of metric_for_best_model and of stop_at."""
+    """Whether a larger value of metric_for_best_model is better."""
     eval_steps: int = key(0, at_least(0), may_change=_EVALUATION)
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
     with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
@@ -219,11 +219,10 @@ class OnlineConfig(SizesConfig):
     generation.temperature."""
     eval_samples_per_prompt: int = key(1, at_least(1), may_change=_EVALUATION)
     """Completions of each held-out prompt."""
-    stop_at: str | None = key(None, may_change=_ENDS)
-    """End the run when this result of the evaluations, such as "eval_objective/scores", is past its peak: the policy's
-    held-out reward falls again when it has learnt to please the reward model alone. null trains all batches."""
-    stop_patience: int = key(3, at_least(1), may_change=_ENDS)
-    """Evaluations in a row without a new best after which stop_at ends the run."""
+    early_stopping_patience: int | None = key(None, at_least(1), may_change=_ENDS)
+    """End the run when metric_for_best_model is past its peak, after so many evaluations in a row without a new best:
+    the policy's held-out reward falls again when it has learnt to please the reward model alone. null trains all
+    batches."""
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     run_name: str | None = key(None, role="log")
@@ -313,17 +312,13 @@ class OnlineConfig(SizesConfig):
         coldest = find(engine).coldest
         right = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
         self.require((self.eval_temperature or 1.0) >= coldest, "eval_temperature", right)
-        name = self.stop_at
-        if self.best_metric is None:
-            self.leaves_out(["greater_is_better"], "without metric_for_best_model and stop_at")
+        name, stops = self.metric_for_best_model, self.early_stopping_patience is not None
         if name is None:
-            self.leaves_out(["stop_patience"], "without stop_at")
+            self.leaves_out(["greater_is_better", "early_stopping_patience"], "without metric_for_best_model")
             return
-        right = 'must be a result of evaluations, such as "eval_objective/scores" or "eval_reward/NAME"'
-        self.require(name.startswith("eval_"), "stop_at", right)
-        self.require(self.eval_steps > 0, "eval_steps", "must be at least 1 with stop_at")
-        right = f"must be null or {name!r}, which stop_at names: the peak is where the best checkpoint is"
-        self.require(self.best_metric == name, "metric_for_best_model", right)
+        right = 'must be a result of evaluations with early_stopping_patience, such as "eval_objective/scores"'
+        self.require(not stops or name.startswith("eval_"), "metric_for_best_model", right)
+        self.require(not stops or self.eval_steps > 0, "eval_steps", "must be at least 1 with early_stopping_patience")
 
     def _check_generation(self) -> None:
         """Check what a place ignores, and what an engine needs to load adapters only and weights in flight."""
@@ -434,11 +429,6 @@ class OnlineConfig(SizesConfig):
     def with_kl_coef(self, coef: float) -> OnlineConfig:
         """A copy with the coefficient that a run has adapted, which is not checked again."""
         raise TypeError(f"{type(self).__name__} has no KL penalty")
-
-    @property
-    def best_metric(self) -> str | None:
-        """The metric by which the best checkpoint is chosen."""
-        return self.metric_for_best_model or self.stop_at
 
     @property
     def own_devices(self) -> set[str]:

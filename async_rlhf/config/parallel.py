@@ -40,7 +40,7 @@ def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("LOCAL_WORLD_SIZE", 1)) if launched_ranks(environment) > 1 else 1
 
 
-@configuration
+@configuration(kw_only=True)
 class SharedConfig(Checked):
     """Work that is shared over several ranks, one for each device, while each has models of its own: start the command
     with torchrun, accelerate launch, or srun.
@@ -65,7 +65,7 @@ class ParallelConfig(SharedConfig):
     """ "ddp" keeps all weights on every rank; "zero1" shards the optimiser's state (DeepSpeed), "zero2" the gradients
     too; "zero3" and "fsdp" (PyTorch's FSDP2) shard everything; "auto" takes what an accelerate config file says, else
     "ddp"."""
-    ranks: int = key(launched_ranks, at_least(1))
+    ranks = key(launched_ranks, role="result")
     """R, the number of learner processes; by default as many as were launched together with this one. A given value is
     checked at the start, and --dry-run shows the sizes of a run with that many."""
     cpu_offload: bool = False

@@ -24,12 +24,12 @@ def test_what_ray_cannot_do_is_named():
     assert RayConfig(num_gpus=0.5).num_gpus == 0.5
     assert ray_error(labels={"zone": ["a", "b"]}).endswith("must be a mapping of names to a string each")
     assert ray_error(labels={"zone": "in(a,b)"}).endswith("must give each label one value, as text")
-    assert ray_error(room_timeout=0) == "room_timeout: got 0; must be above 0"
+    assert ray_error(room_timeout=0) == "room_timeout: got 0.0; must be above 0"
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("reward_num_cpus", 2), ("reward_num_gpus", 1), ("reward_labels", {"a": "b"}), ("reward_max_restarts", 1)],
+    [("reward_num_cpus", 2.0), ("reward_num_gpus", 1.0), ("reward_labels", {"a": "b"}), ("reward_max_restarts", 1)],
 )
 def test_keys_of_reward_workers_need_some(key, value):
     assert ray_error(**{key: value}).startswith(f"{key}: got {value!r}; must be left out with reward_workers 0")
@@ -43,7 +43,7 @@ def test_what_would_be_ignored_is_refused(make_args):
         return str(caught.value)
 
     right = 'must be left out unless launch is "ray"'
-    assert error(ray=RayConfig(num_gpus=1)) == f"ray.num_gpus: got 1; {right}"
+    assert error(ray=RayConfig(num_gpus=1)) == f"ray.num_gpus: got 1.0; {right}"
     assert error(ray=RayConfig(labels={"a": "b"})) == f"ray.labels: got {{'a': 'b'}}; {right}"
     assert error(launch="ray").startswith('generation.placement: got \'auto\'; must be "process", or "auto" with a')
     server = {"placement": "server", "engine": "vllm", "urls": ["http://localhost:8000"]}
