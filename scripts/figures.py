@@ -128,7 +128,7 @@ WAY = {
     ),
     "credit, update": ("train", "algorithms/grpo policy estimators", "config/policy"),
     "publish": ("sample", "models/publish"),
-    "log": ("plain", "run/callbacks warnings", "system/trace files lock signals", "config/online"),
+    "log": ("plain", "run/callbacks warnings", "system/trace files lock signals", "config/sizes"),
 }
 """Of one batch: each step's colour, and the files of each room that it enters first. All know types.py."""
 

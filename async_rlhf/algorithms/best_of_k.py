@@ -7,7 +7,8 @@ from dataclasses import replace
 from async_rlhf.algorithms.policy import kl_loss, kl_penalties, penalty_needs
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import at_least, configuration, key
-from async_rlhf.config.policy import KLConfig, KLPenaltyConfig
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import KLPenaltyConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
@@ -15,8 +16,7 @@ from async_rlhf.types import Experience, LossOutput, PolicyOutput
 class OnlineBoKConfig(KLPenaltyConfig):
     """Best-of-K: supervised learning on the best of K samples (Stiennon et al., arXiv 2009.01325, as a trainer)."""
 
-    kl: KLConfig = key(lambda: KLConfig(coef=0.0))
-    """The penalty."""
+    kl = key(lambda: KLConfig(coef=0.0))
 
     def check(self) -> None:
         super().check()

@@ -6,8 +6,9 @@ from typing import Literal
 
 from async_rlhf.algorithms.policy import credited, policy_loss, ratio_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import above, below, configuration, inside, key
-from async_rlhf.config.policy import GroupConfig, KLConfig
+from async_rlhf.config.base import above, at_most, configuration, key
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import GroupConfig
 from async_rlhf.types import Experience
 
 
@@ -15,9 +16,9 @@ from async_rlhf.types import Experience
 class GRPOConfig(GroupConfig):
     """Group relative policy optimisation (Shao et al., arXiv 2402.03300) and its variants."""
 
-    samples_per_prompt: int = 8
+    samples_per_prompt = key(8)
     """K, the size of a group."""
-    kl: KLConfig = key(lambda: KLConfig(coef=0.04, where="loss", estimator="k3"))
+    kl = key(lambda: KLConfig(coef=0.04, where="loss", estimator="k3"))
     """The penalty; GRPO has it in the loss."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Advantages are (reward - mean of the group), divided by the standard deviation (with Bessel's correction) of the
@@ -43,45 +44,40 @@ class GRPOConfig(GroupConfig):
         self.require(self.surrogate == "clipped" or self.ratio == "token", "ratio", right)
 
 
+def _no_penalty() -> KLConfig:
+    return KLConfig(coef=0.0, where="loss", estimator="k3")
+
+
 @configuration
 class DrGRPOConfig(GRPOConfig):
     """GRPO without its two biases (Liu et al., arXiv 2503.20783): no division by deviations or by lengths."""
 
-    kl: KLConfig = key(lambda: KLConfig(coef=0.0, where="loss", estimator="k3"))
-    """The penalty; none by default."""
-    scale_rewards: Literal["group", "batch", "none"] = "none"
-    """As for GRPO."""
-    normalization: Literal["sequence", "token", "constant"] = "constant"
-    """As for GRPO."""
+    kl = key(_no_penalty)
+    scale_rewards = key("none")
+    normalization = key("constant")
 
 
 @configuration
 class GSPOConfig(GRPOConfig):
     """Group sequence policy optimisation (Zheng et al., arXiv 2507.18071): one clipped ratio for each sample."""
 
-    kl: KLConfig = key(lambda: KLConfig(coef=0.0, where="loss", estimator="k3"))
-    """The penalty; none by default."""
-    ratio: Literal["token", "sequence", "sequence_mean"] = "sequence_mean"
-    """As for GRPO."""
-    cliprange: float = key(3e-4, above(0), below(1, ": the ratio is positive"))
+    kl = key(_no_penalty)
+    ratio = key("sequence_mean")
+    cliprange = key(3e-4)
     """The ratio is clipped at 1 - cliprange; means over tokens stay nearer to 1 than the ratios of single tokens."""
-    cliprange_high: float | None = key(4e-4, above(0))
-    """And at 1 + this; null for cliprange."""
+    cliprange_high = key(4e-4)
 
 
 @configuration
 class CISPOConfig(GRPOConfig):
     """GRPO with clipped weights in place of clipped updates (MiniMax-M1, arXiv 2506.13585)."""
 
-    kl: KLConfig = key(lambda: KLConfig(coef=0.0, where="loss", estimator="k3"))
-    """The penalty; none by default."""
-    surrogate: Literal["clipped", "cispo"] = "cispo"
-    """As for GRPO."""
-    normalization: Literal["sequence", "token", "constant"] = "token"
-    """As for GRPO."""
-    cliprange: float = key(1.0, inside("(0, 1]"))
+    kl = key(_no_penalty)
+    surrogate = key("cispo")
+    normalization = key("token")
+    cliprange = key(1.0, above(0), at_most(1))
     """The weight is at least 1 - cliprange; with 1 there is no such bound."""
-    cliprange_high: float | None = key(4.0, above(0))
+    cliprange_high = key(4.0)
     """And at most 1 + this (Khatri et al., arXiv 2510.13786, find 4 to 8 alike); null for cliprange."""
 
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from async_rlhf.algorithms.record import Algorithm, Needs
 from async_rlhf.config.base import above, at_least, configuration, key
-from async_rlhf.config.online import OnlineConfig
-from async_rlhf.config.policy import IN_LOSS
+from async_rlhf.config.online import IN_LOSS, OnlineConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 

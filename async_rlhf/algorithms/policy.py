@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from async_rlhf.algorithms.record import Needs
-from async_rlhf.config.policy import GroupConfig, KLConfig, KLPenaltyConfig, RatioConfig
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import GroupConfig, KLPenaltyConfig, RatioConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 if TYPE_CHECKING:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
 from async_rlhf.algorithms.record import Algorithm, Needs
 from async_rlhf.config.base import above, at_least, configuration, inside, key
-from async_rlhf.config.online import LEARNING_RATE
-from async_rlhf.config.policy import IN_LOSS, RatioConfig
+from async_rlhf.config.common import LEARNING_RATE
+from async_rlhf.config.online import IN_LOSS
+from async_rlhf.config.policy import DiscountConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
 @configuration
-class PPOConfig(RatioConfig):
+class PPOConfig(DiscountConfig):
     """PPO with a learned value function (Schulman et al., arXiv 1707.06347)."""
 
-    samples_per_prompt: int = key(1, at_least(1))
+    samples_per_prompt = key(1)
     """K, completions per prompt; PPO needs only one."""
-    gamma: float = key(1.0, inside("[0, 1]"))
-    """Discount from token to token."""
-    gamma_over: Literal["tokens", "turns"] = "tokens"
-    """ "turns" discounts from one answer of an episode to the next instead."""
     lam: float = key(0.95, inside("[0, 1]"))
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
     whiten_advantages: bool = True

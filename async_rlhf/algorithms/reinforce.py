@@ -7,8 +7,9 @@ from typing import Literal
 
 from async_rlhf.algorithms import policy
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, configuration, inside, key
-from async_rlhf.config.policy import GroupConfig, KLConfig, OffPolicyConfig, RatioConfig
+from async_rlhf.config.base import at_least, configuration, key
+from async_rlhf.config.online import KLConfig
+from async_rlhf.config.policy import DiscountConfig, GroupConfig, OffPolicyConfig
 from async_rlhf.types import Experience
 
 
@@ -16,7 +17,7 @@ from async_rlhf.types import Experience
 class RLOOConfig(GroupConfig):
     """REINFORCE leave-one-out (Ahmadian et al., arXiv 2402.14740): one ratio and one advantage for each completion."""
 
-    off_policy: OffPolicyConfig = key(lambda: OffPolicyConfig(level="sequence"))
+    off_policy = key(lambda: OffPolicyConfig(level="sequence"))
     """Corrections for stale samples; the level is "sequence", as the ratio's."""
 
     ratio = normalization = "sequence"
@@ -28,17 +29,13 @@ class RLOOConfig(GroupConfig):
 
 
 @configuration
-class ReinforcePPConfig(RatioConfig):
+class ReinforcePPConfig(DiscountConfig):
     """REINFORCE++ (Hu et al., arXiv 2501.03262): advantages normalised over the whole batch, without a value model."""
 
-    samples_per_prompt: int = key(1, at_least(1))
+    samples_per_prompt = key(1)
     """K, completions per prompt; one is enough without a baseline."""
-    kl: KLConfig = key(lambda: KLConfig(coef=0.01))
+    kl = key(lambda: KLConfig(coef=0.01))
     """The penalty, in the reward of each token."""
-    gamma: float = key(1.0, inside("[0, 1]"))
-    """Discount from token to token."""
-    gamma_over: Literal["tokens", "turns"] = "tokens"
-    """ "turns" discounts from one answer of an episode to the next instead."""
     baseline: Literal["none", "group"] = "none"
     """ "group" subtracts the mean reward of the prompt's completions first ("REINFORCE++ with baseline")."""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from async_rlhf.commands.stage import Stage
-from async_rlhf.config.parallel import OnRanks
+from async_rlhf.config.common import OnRanksConfig
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.failure_detector import FailureDetector
 from async_rlhf.learner.launch import start_ranks
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def on_ranks(config: OnRanks, command: str) -> Iterator[Ranks]:
+def on_ranks(config: OnRanksConfig, command: str) -> Iterator[Ranks]:
     """The ranks that were launched together. Within, the failure of one ends all, and rank 0 alone gives warnings.
 
     The global random generators begin with the configuration's seed, so that a reward function that draws is repeated.

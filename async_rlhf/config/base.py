@@ -109,7 +109,7 @@ class Rule(NamedTuple):
 def key(
     default: Any,
     *rules: Rule,
-    role: Role = "result",
+    role: Role | None = None,
     may_change: str = "",
     must_stay: str = "",
     main: str = "",
@@ -121,15 +121,17 @@ def key(
     Args:
         default: REQUIRED for none; for a group its class, or a function that makes it.
         rules: conditions on the value. Those on several keys belong in :meth:`Checked.check`.
-        role: what the key decides.
+        role: what the key decides; "result" if nothing is said.
         may_change: why a run may be resumed with another value although the key decides the result.
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
         main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
         without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
         names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`.
     """
-    known = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
-    known |= {"without_gpu": without_gpu, "names": names}
+    said = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
+    known = {word: meant for word, meant in {**said, "names": names}.items() if meant}
+    if without_gpu is not MISSING:
+        known["without_gpu"] = without_gpu
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
     if isinstance(default, (list, dict)):  # each configuration gets its own copy
@@ -208,13 +210,15 @@ def configuration(*, kw_only: bool = False) -> Callable[[type[Kind]], type[Kind]
 
 @dataclass_transform(frozen_default=True)
 def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -> Any:
-    """A frozen dataclass of keys, whose types pydantic checks.
+    """A frozen dataclass of keys, whose types pydantic checks. ``name = key(value)``, without a type, gives a key of a
+    class above another default; the rest of what is said of it stays, unless that is said again.
 
     Raises:
         ConfigError: when one is made, by a value of another type, or with a key that it has not.
     """
 
     def decorate(kind: type[Kind]) -> type[Kind]:
+        _define_again(kind)
         made: Any = dataclass(frozen=True, kw_only=kw_only, config=_STRICT)(kind)
         validated = made.__init__
 
@@ -234,12 +238,25 @@ def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -
     return decorate if kind is None else decorate(kind)
 
 
+def _define_again(kind: type) -> None:
+    """Make fields of the keys of classes above that a class gives another default, without a type."""
+    bases: list[Any] = [one for one in kind.__mro__[1:] if dataclasses.is_dataclass(one)]
+    for name, value in [*vars(kind).items()]:
+        above = next((one for one in bases if name in one.__dataclass_fields__), None)
+        if above is None or name in kind.__annotations__:
+            continue
+        item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
+        item.metadata, item.kw_only = {**before.metadata, **item.metadata}, before.kw_only
+        setattr(kind, name, item)
+        kind.__annotations__[name] = hints_of(above)[name]
+
+
 def _as_list(value: Any) -> Any:
     return list(value) if type(value) is tuple else value
 
 
 @cache
-def _checked(kind: type) -> Any:
+def _checked(kind: Any) -> Any:
     """A class like this one, whose decorator is the standard library's, that is checked."""
     return configuration(type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__}))
 
@@ -282,7 +299,7 @@ class Checked:
     def __post_init__(self) -> None:
         if not is_pydantic_dataclass(type(self)):  # a user's own, by the decorator of the standard library
             kind: Any = type(self)
-            _checked(kind)(**{item.name: getattr(self, item.name) for item in fields_of(type(self))})
+            _checked(kind)(**{item.name: getattr(self, item.name) for item in fields_of(kind)})
             return
         for item in dataclasses.fields(typing.cast(Any, self)):
             value = getattr(self, item.name)

@@ -20,18 +20,19 @@ from async_rlhf.config.base import (
     at_most,
     configuration,
     key,
-    require,
 )
-from async_rlhf.config.parallel import ParallelConfig, SharedConfig, check_device
-from async_rlhf.config.rewards import check_one_judge
+from async_rlhf.config.episodes import World
+from async_rlhf.config.parallel import ParallelConfig, SharedConfig
+from async_rlhf.config.rewards import check_functions
 
-EVAL_FRACTION = Rule(lambda share: 0 < share < 1, "must be between 0 and 1")
+SHARE = Rule(lambda share: 0 < share < 1, "must be between 0 and 1")
 COLUMN = Rule(bool, "must name a column")
 SCORE = "score"
 """The column with a rating, unless the user says otherwise."""
-SEED = (at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
 MAX_COEFFICIENT = 1e15
 STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
+_RATE_LEAVES = "AdamW moves every weight by about the rate at each step, which leaves no model"
+LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
 _WORDS = ("auto", "on_gpu")
 TOKENS = Rule(lambda tokens: tokens in _WORDS or tokens >= 1, 'must be "auto", "on_gpu", or at least 1')
 TokensOnGPU = int | Literal["auto", "on_gpu"] | None
@@ -62,6 +63,14 @@ class OfRunConfig(Checked):
 
     run: str = key(REQUIRED, names="run")
     """The output folder of a run of ``async-rlhf train``."""
+
+
+@configuration(kw_only=True)
+class SeededConfig(Checked):
+    """Work that draws random numbers."""
+
+    seed: int = key(0, at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
+    """Seed of all that is drawn."""
 
 
 @configuration(kw_only=True)
@@ -116,9 +125,28 @@ class ChattingConfig(ModelCodeConfig):
 
 
 @configuration(kw_only=True)
-class TrainingConfig(ChattingConfig):
+class OnRanksConfig(ChattingConfig):
+    """Work that ranks can share."""
+
+    device: str | None = key(None, DEVICE, role="place")
+    """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    parallel: SharedConfig = key(SharedConfig)
+    """The command on several ranks, which share the work."""
+
+    def check(self) -> None:
+        right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
+        self.require(self.parallel.ranks == 1 or self.device in (None, "cpu", "cuda"), "device", right)
+        super().check()
+
+
+@configuration(kw_only=True)
+class TrainingConfig(SeededConfig, OnRanksConfig):
     """Training by the learner, online or supervised."""
 
+    learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
+    """Peak rate of the optimiser."""
+    gradient_accumulation_steps: int = key(1, at_least(1))
+    """Passes of one optimiser step."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
         "linear"
     )
@@ -149,13 +177,16 @@ class TrainingConfig(ChattingConfig):
     kernels); without one, start at the beginning."""
     resume_anyway: bool = key(False, role="place")
     """Resume even if a key or a file differs that makes the result a different one."""
-    device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
-    """Where to train, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
+    checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
+    """ "whole" gathers what is trained, and the optimiser's state, on the first rank, and training waits until it is
+    written. "sharded" copies both to the hosts' memory, and training goes on while every rank writes its own part
+    (torch.distributed.checkpoint) and the first the policy in the standard format. "auto" is "sharded" with FSDP
+    without cpu_offload where 3 billion parameters or more are trained, else "whole". "sharded" holds 12 bytes of host
+    memory for each trained parameter, on all ranks together. A run may be resumed with the other format. ZeRO has only
+    "whole"."""
+    device = key(None, must_stay=SUMS)
     parallel: ParallelConfig = key(ParallelConfig)
     """The learner on several ranks."""
-
-    def check(self) -> None:
-        check_device(self.device, self.parallel.ranks)
 
     @property
     def in_bfloat16(self) -> bool:
@@ -164,28 +195,62 @@ class TrainingConfig(ChattingConfig):
 
 
 @configuration(kw_only=True)
-class SharedWorkConfig(RepeatableConfig, ChattingConfig):
-    """Work with models that are not trained, which ranks can share."""
+class CompletionsConfig(Checked):
+    """How completions are drawn."""
 
-    device: str | None = key(None, DEVICE, role="place")
-    """Where to compute, e.g. "cuda:0"; null takes the first GPU, or the CPU."""
-    parallel: SharedConfig = key(SharedConfig)
-    """The command on several ranks, which share the work."""
-
-    def check(self) -> None:
-        check_device(self.device, self.parallel.ranks)
-
-
-@configuration(kw_only=True)
-class TruncationConfig(Checked):
-    """Sampling from a truncated distribution."""
-
+    temperature: float = key(0.7, *TEMPERATURE)
+    """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
+    response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
+    """Most new tokens of a completion, the stop token included."""
+    batch_size: int = key(512, at_least(1))
+    """Most completions decoded together."""
     top_p: float = key(1.0, above(0), at_most(1))
     """Sample only from the likeliest tokens that have this probability together; 1 samples from all. The
     log-probabilities of what was sampled are then those of the truncated distribution, and so is a KL; a policy that is
     trained stays the whole one."""
     top_k: int = key(0, at_least(0), at_most(10**7, "no vocabulary has more tokens"))
     """Sample only from this many of the likeliest tokens; 0 samples from all."""
+
+
+@configuration(kw_only=True)
+class EpisodesConfig(Checked):
+    """How long an episode with an environment, tools or an agent may be."""
+
+    max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
+    """Most answers of the policy in an episode, each of at most response_length tokens; an episode that goes on is cut
+    off there. Must be given with an environment, tools or an agent, and null without."""
+    episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
+    """Most tokens of an episode, or of one conversation of an agent, after its prompt, with what the environment says;
+    null for what the model's positions leave beside the longest prompt, but at most 4096, or max_turns times
+    response_length if that is more."""
+    step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
+    """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
+    failed: a run then does what reward_errors says."""
+
+    def check(self) -> None:
+        right = "must be null without max_turns, which says that there are episodes"
+        self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
+        super().check()
+
+
+@configuration(kw_only=True)
+class WorldConfig(Checked):
+    """What answers the policy."""
+
+    environment: str | None = key(None, names="function")
+    """What answers the policy's messages until an episode is over, "module:Class" or "file.py:Class", optionally with
+    literal keyword arguments. It may give rewards; max_turns says most answers of the policy."""
+    tools: list[str] = key([], names="function")
+    """Instead of an environment, functions that the policy may call, as "module:function" or "file.py:function". Some
+    come along, in async_rlhf.tasks.tools."""
+    agent: str | None = key(None, names="function")
+    """Instead, an agent, "module:function" or "file.py:function": an async function of a client and a row, which asks
+    the policy by an OpenAI-compatible endpoint and returns a reward."""
+
+    @property
+    def world(self) -> World:
+        """What answers the policy, by its names."""
+        return World(self.environment, self.tools, self.agent)
 
 
 @configuration(kw_only=True)
@@ -204,65 +269,61 @@ class PromptsConfig(FirstWordsConfig):
     prompt_field: str = "query"
     """The column with the prompt, as text or as messages of a chat."""
 
-    def check_prompts(self, group: str = "") -> None:
-        """Require that no column is named for prompts that are the first words of `text`.
-
-        Raises:
-            ConfigError: one is.
-        """
-        right = f"must be left out with {group}prompt_words, which takes the prompt from `text`"
-        named = self.prompt_words is not None and self.prompt_field != "query"
-        require(not named, f"{group}prompt_field", self.prompt_field, right)
+    def check(self) -> None:
+        right = f"must be left out with {self._group}prompt_words, which takes the prompt from `text`"
+        self.require(self.prompt_words is None or self.prompt_field == "query", "prompt_field", right)
+        super().check()
 
 
 @configuration(kw_only=True)
-class HeldOutRowsConfig(FirstWordsConfig):
+class HeldOutShareConfig(Checked):
+    """Data of which a share is held out."""
+
+    eval_fraction: float | None = key(None, SHARE)
+    """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
+    text) decides, so every command holds out the same rows of the same data, and rows of one prompt stay together."""
+
+
+@configuration(kw_only=True)
+class HeldOutRowsConfig(FirstWordsConfig, HeldOutShareConfig):
     """Training data, of which some may be held out."""
 
     eval: str | None = key(None, main="data and models", names="data")
     """Held-out data in the same format; null for none, or for eval_fraction."""
-    eval_fraction: float | None = key(None, EVAL_FRACTION)
-    """Hold out about this share of the training data instead; null for none. A hash of the prompt (without one, of the
-    text) decides, so every command holds out the same rows of the same data, and rows of one prompt stay together."""
     train_split: str = "train"
     """The split to take if there are several."""
     eval_split: str = "validation"
     """The same, for held-out data."""
 
-    def check_held_out(self, group: str = "") -> None:
-        """Require at most one of the two ways to hold data out.
-
-        Raises:
-            ConfigError: both are given, or a split of neither.
-        """
-        right = f"must be null with {group}eval, which names the held-out data"
-        one = self.eval is None or self.eval_fraction is None
-        require(one, f"{group}eval_fraction", self.eval_fraction, right)
+    def check(self) -> None:
+        right = f"must be null with {self._group}eval, which names the held-out data"
+        self.require(self.eval is None or self.eval_fraction is None, "eval_fraction", right)
         if self.eval is None:
-            self.leaves_out(["eval_split"], f"without {group}eval", group)
+            self.leaves_out(["eval_split"], f"without {self._group}eval", self._group)
+        super().check()
+
+
+@configuration
+class TrainRowsConfig(HeldOutRowsConfig):
+    """Data to train on."""
+
+    train: str = key(REQUIRED, main="data and models", names="data")
+    """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
 
 
 @configuration(kw_only=True)
-class SamplingConfig(TruncationConfig, PromptsConfig, SharedWorkConfig):
+class SamplingConfig(CompletionsConfig, PromptsConfig, SeededConfig, RepeatableConfig, OnRanksConfig):
     """Answers to prompts by models that are not trained."""
 
-    temperature: float = key(0.7, *TEMPERATURE, main="sampling")
-    """Temperature of sampling."""
-    response_length: int = key(53, at_least(1), main="sampling")
-    """Most new tokens of a completion."""
+    temperature = key(0.7, main="sampling")
+    response_length = key(53, main="sampling")
+    batch_size = key(256)
+    seed = key(0, main="sampling")
     max_prompts: int | None = key(None, at_least(1), main="sampling")
     """Take only this many prompts; null for all."""
     max_prompt_length: int | None = key(None, at_least(1))
     """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
     besides those of the response."""
-    batch_size: int = key(256, at_least(1))
-    """Completions decoded together."""
-    seed: int = key(0, *SEED, main="sampling")
-    """Seed of all that is drawn."""
-
-    def check(self) -> None:
-        super().check()
-        self.check_prompts()
 
 
 @configuration(kw_only=True)
@@ -276,13 +337,24 @@ class RewardedConfig(Checked):
     """Or functions, as in ``train``."""
 
     def check_judge(self) -> None:
-        """Require one judge."""
-        check_one_judge(self.reward_model, self.reward_funcs)
+        """Require either a reward model or functions."""
+        check_functions(self.reward_funcs)
+        one = (self.reward_model is not None) != bool(self.reward_funcs)
+        self.require(one, "reward_model", "give either a reward_model or reward_funcs")
 
 
 @configuration(kw_only=True)
-class VLLMMemoryConfig(Checked):
-    """vLLM's memory, and what else vLLM takes."""
+class RewardTokensConfig(RewardedConfig):
+    """Texts that are judged, which a reward model may read otherwise than the policy."""
+
+    reward_tokenizer: str | None = key(None, names="source", main="judging")
+    """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
+    its template turns into text."""
+
+
+@configuration(kw_only=True)
+class AnyVLLMConfig(Checked):
+    """What vLLM takes, in a process of a run or in a server."""
 
     gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
     """Share of each GPU's memory that vLLM may take in all."""
@@ -290,3 +362,10 @@ class VLLMMemoryConfig(Checked):
     """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     options: dict[str, Any] = key({})
     """More arguments of vLLM (``vllm.LLM``, or of a server ``vllm serve``), by name."""
+    tensor_parallel_size: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place")
+    """GPUs that share the model of one generator or server; must divide the heads of its attention. Generators take
+    GPUs that the learner does not use, so many each; an inline one takes the first GPUs. On a CPU, processes that share
+    its threads."""
+    enforce_eager: bool | None = None
+    """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU, where compiling takes
+    minutes."""

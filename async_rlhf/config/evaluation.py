@@ -5,17 +5,23 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Literal
 
-from async_rlhf.config.base import above, at_least, at_most, configuration, key, require
-from async_rlhf.config.common import EVAL_FRACTION, ResultsConfig, RewardedConfig, SamplingConfig
+from async_rlhf.config.base import at_least, configuration, key, require
+from async_rlhf.config.common import (
+    EpisodesConfig,
+    HeldOutShareConfig,
+    OnRanksConfig,
+    ResultsConfig,
+    RewardTokensConfig,
+    SamplingConfig,
+    WorldConfig,
+)
 from async_rlhf.config.engines import able, find
-from async_rlhf.config.episodes import World
 from async_rlhf.config.generation import Dtype, VLLMConfig
-from async_rlhf.config.parallel import check_device
 from async_rlhf.config.rewards import JudgeConfig
 
 
 @configuration
-class HeldOutConfig(ResultsConfig, SamplingConfig):
+class HeldOutConfig(ResultsConfig, SamplingConfig, WorldConfig, EpisodesConfig, HeldOutShareConfig):
     """Models that answer held-out prompts, and how."""
 
     models: dict[str, str] = key({}, main="data and models", names="model")
@@ -28,7 +34,7 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
     """Rows with `query` (see prompt_field)."""
     split: str = "validation"
     """The split to take if there are several."""
-    eval_fraction: float | None = key(None, EVAL_FRACTION)
+    eval_fraction = key(None)
     """Take only the rows that other commands hold out of this data with the same eval_fraction; null for all."""
     engine: str = "transformers"
     """ "transformers", "vllm", or "module:NAME" of your own."""
@@ -36,20 +42,6 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
     """Type of the weights that sample."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
-    environment: str | None = None
-    """What answers the models' messages, as in ``train``: an answer is then an episode, with the rewards that the
-    environment gives."""
-    tools: list[str] = key([])
-    """Instead, functions that the models may call, as in ``train``."""
-    agent: str | None = None
-    """Instead, an agent that asks the models and returns a reward, as in ``train``."""
-    max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
-    """Most answers of an episode, each of at most response_length tokens. Must be given with an environment, tools or
-    an agent, and null without."""
-    episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
-    """Most tokens of an episode after its prompt, as ``train`` has it."""
-    step_timeout: float | None = key(60.0, above(0))
-    """Seconds that an environment or a tool may take for one answer; null for no limit."""
 
     @property
     def plays(self) -> bool:
@@ -57,9 +49,7 @@ class HeldOutConfig(ResultsConfig, SamplingConfig):
         return self.max_turns is not None
 
     def check(self) -> None:
-        World(self.environment, self.tools, self.agent).check(self.max_turns, key="max_turns")
-        right = "must be null without max_turns, which says that there are episodes"
-        self.require(self.plays or self.episode_length is None, "episode_length", right)
+        self.world.check(self.max_turns, key="max_turns")
         self.require(self.data != "", "data", "give the held-out prompts: a file, a folder, or a name on the hub")
         named = len(self.models) > 0 or self.run is not None
         self.require(named, "models", "give at least one, as name: folder, or a run")
@@ -86,7 +76,7 @@ class GenerateConfig(HeldOutConfig):
 
 
 @configuration(kw_only=True)
-class EvaluateConfig(HeldOutConfig, RewardedConfig):
+class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
     """Evaluation on held-out prompts: ``async-rlhf evaluate``. Samples as ``generate`` does, then judges.
 
     Rows may have `reference_response` or `query_reference_response`, the human answers.
@@ -102,15 +92,13 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
     """A folder or hub name: KL and perplexity are taken under this model instead."""
     judge: JudgeConfig = key(JudgeConfig)
     """A language model that compares completions, in place of a gold reward."""
-    reward_tokenizer: str | None = key(None, names="source")
-    """Tokenizer of the reward model; null takes the one saved with it."""
     penalties: Literal["training"] | None = None
     """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for
     length, by the run.yml beside them; null leaves penalties out, and says what they would change."""
     num_samples: int = key(10, at_least(0), main="judging")
     """Prompts shown side by side."""
     track: bool = key(True, role="log")
-    """With run, log the results of its checkpoints in the same runs of W&B and TensorBoard, each at its batch; report_to
+    """With run, log the results of its checkpoints in its own runs of W&B and TensorBoard, each at its batch; report_to
     of the training says which."""
 
     def check(self) -> None:
@@ -118,7 +106,7 @@ class EvaluateConfig(HeldOutConfig, RewardedConfig):
             super().check()
         else:
             self.leaves_out(_SAMPLED, "with generations, which were sampled already")
-        check_device(self.device, self.parallel.ranks)
+            OnRanksConfig.check(self)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         right = f"must be one of the models: {', '.join(self.models)}"
         self.require(known, "reference", right)

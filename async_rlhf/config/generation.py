@@ -20,7 +20,7 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.common import TEMPERATURE, ModelCodeConfig, TruncationConfig, VLLMMemoryConfig
+from async_rlhf.config.common import AnyVLLMConfig, CompletionsConfig, EpisodesConfig, ModelCodeConfig
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
 
@@ -50,20 +50,14 @@ _SENDABLE = Rule(
 
 
 @configuration
-class VLLMConfig(VLLMMemoryConfig):
+class VLLMConfig(AnyVLLMConfig):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
-    tensor_parallel_size: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place", must_stay=SUMS)
-    """GPUs that share the model of one generator; must divide the heads of its attention. Generators take GPUs that the
-    learner does not use, so many each; an inline one takes the first GPUs. On a CPU, processes that share its
-    threads."""
+    tensor_parallel_size = key(1, must_stay=SUMS)
     block_size: int | None = key(None, at_least(1))
     """Tokens per block of keys and values, the unit of prefix caching; null for vLLM's choice."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its K completions."""
-    enforce_eager: bool | None = None
-    """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU, where compiling takes
-    minutes."""
     sleep: bool = key(True, role="speed")
     """Give the GPU's memory to the learner while it trains ("inline" only)."""
 
@@ -80,7 +74,7 @@ EPISODE_CAP = 4096
 
 
 @configuration
-class GenerationConfig(TruncationConfig):
+class GenerationConfig(CompletionsConfig, EpisodesConfig):
     """How completions are sampled, and where."""
 
     engine: str = "transformers"
@@ -112,24 +106,10 @@ class GenerationConfig(TruncationConfig):
     in_flight: bool = False
     """Load new weights between two tokens of unfinished completions instead of before a batch, so that no token is
     staler than S. Each is recorded with the version that drew it, which depends on timing: no two runs are alike."""
-    temperature: float = key(0.7, *TEMPERATURE)
-    """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
-    response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
-    """Most new tokens of a completion, the stop token included."""
     seed_per_request: bool = True
     """Give vLLM a seed for each prompt, so that what is sampled depends on nothing else. With false all requests draw
     from one generator of vLLM's: faster on a CPU, where rows with seeds draw one by one, and where vLLM uses its older
     model runner, but no two runs are alike, and what is sampled again comes out differently. Staleness stays exact."""
-    max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
-    """Most answers of the policy in an episode with an environment or tools, each of at most response_length tokens; an
-    episode that goes on is cut off there. Must be given with an environment or tools, and null without."""
-    episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
-    """Most tokens of an episode, or of one conversation of an agent, after its prompt, with what the environment says;
-    null for what the model's positions leave beside the longest prompt, but at most 4096, or max_turns times
-    response_length if that is more."""
-    step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
-    """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
-    failed: see reward_errors."""
     replies_from: str | None = key(None, role="place", names="file")
     """Do not ask environments: have them say once more what they said in another run, whose file episodes.jsonl this
     is. ``explain`` does so."""
@@ -137,8 +117,6 @@ class GenerationConfig(TruncationConfig):
     """Texts of single tokens that end a completion, besides the model's end-of-sequence tokens."""
     stop_token_ids: list[int] = key([], _IDS)
     """The same by their ids."""
-    batch_size: int = key(512, at_least(1))
-    """Most completions decoded together."""
     device: str | None = key(None, DEVICE, role="place", must_stay=SUMS)
     """Where generator processes run, e.g. "cuda:1"; null takes the GPUs that the learner does not use, the last first,
     or shares the only GPU with a learner on one rank; if the learner is on the CPU, so are its workers."""
@@ -186,8 +164,7 @@ class GenerationConfig(TruncationConfig):
             require(not is_masked(url), "urls", url, right)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
-        right = "must be null without max_turns, which says that there are episodes"
-        self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
+        super().check()
         if self.max_turns is None:
             self.leaves_out(["step_timeout"], "without max_turns, which says that there are episodes")
         right = f"must be true unless engine is {able('unseeded')}"
@@ -237,7 +214,7 @@ def _is_url(text: str) -> bool:
 
 
 @configuration
-class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
+class ServeConfig(AnyVLLMConfig, ModelCodeConfig):
     """A vLLM server for runs with ``generation.placement: server``.
 
     Only the architecture of the model is read; its weights come from the run. If a key is set, every request except
@@ -262,12 +239,9 @@ class ServeConfig(VLLMMemoryConfig, ModelCodeConfig):
     """Type of the weights; must match ``generation.dtype`` of the run."""
     max_model_len: int | None = key(None, at_least(1))
     """Most tokens of prompt and response together; null for the model's own limit."""
-    tensor_parallel_size: int = key(1, at_least(1), role="place")
-    """GPUs that share the model of a server; must divide the heads of its attention. On a CPU, processes."""
     num_threads: int | None = key(None, at_least(1), role="speed")
     """CPU threads of each server; null for vLLM's own choice, or with several processes an equal share of the cores."""
-    enforce_eager: bool | None = key(None, role="speed")
-    """Neither capture CUDA graphs nor compile; null for false on a GPU and true on a CPU."""
+    enforce_eager = key(None, role="speed")
 
     def check(self) -> None:
         right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "

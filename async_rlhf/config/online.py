@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from async_rlhf.config.base import (
     APART,
@@ -21,18 +20,15 @@ from async_rlhf.config.base import (
     key,
     require,
 )
-from async_rlhf.config.common import MAX_COEFFICIENT, SEED, STAYS, TEMPERATURE, TOKENS, TokensOnGPU, TrainingConfig
-from async_rlhf.config.contradictions import check_together
+from async_rlhf.config.common import MAX_COEFFICIENT, STAYS, TEMPERATURE
+from async_rlhf.config.engines import able, find
 from async_rlhf.config.generation import GenerationConfig
 from async_rlhf.config.ray import RayConfig
-
-if TYPE_CHECKING:
-    from async_rlhf.config.policy import KLConfig
+from async_rlhf.config.sizes import PROMPT_CAP, SizesConfig
 
 MAX_STALENESS = 128
 """Twice the largest that the asynchronous RLHF study tried; a ring of a million snapshots takes a minute to zero."""
-_RATE_LEAVES = "AdamW moves every weight by about the rate at each step, which leaves no model"
-LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
+IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
 _FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {STAYS}")
 
 
@@ -50,12 +46,6 @@ _HUB_NAME = Rule(
     _names_repository, 'must be "name" or "owner/name" as the Hub has them: letters, digits, "_", "-", "."'
 )
 _KEPT = "it decides what is kept, not what is trained"
-PROMPT_CAP = 512
-"""Tokens of the longest prompt where nothing is said of it and the model has room."""
-UNITS_PER_PASS = 8
-ANNOTATED_ROWS = 64
-TOTAL_EPISODES = 131_072
-_LONGER = "the run becomes longer"
 _EVALUATION = "evaluation trains nothing"
 _ENDS = "it decides when the run ends, not what a batch trains"
 
@@ -96,7 +86,38 @@ class LoRAConfig(AdapterConfig):
 
 
 @configuration
-class OnlineConfig(TrainingConfig):
+class KLConfig(Checked):
+    """The penalty that keeps the policy near the reference policy."""
+
+    coef: float = key(0.05, at_least(0), IN_LOSS, main="training")
+    """The coefficient of the KL penalty; with 0 no reference policy is loaded. This and every other KL here compares
+    the distributions at generation.temperature, not at 1."""
+    where: Literal["reward", "loss"] = "reward"
+    """ "reward" subtracts it from the reward, "loss" adds it to the loss."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
+    corrected: bool = False
+    """In the loss, weight the k3 of each token by pi / mu, where mu sampled it, and let the gradient flow through that
+    weight: this gives the gradient of the KL of each token given its prefix. k3 alone does not, least of all with
+    samples of older weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
+    target: float | None = key(None, above(0), IN_LOSS)
+    """Adapt the coefficient to keep the KL of a completion at this value (Ziegler et al., arXiv 1909.08593, section
+    2.2); null leaves the coefficient fixed."""
+    horizon: int = key(10_000, at_least(1))
+    """Completions over which an adapted coefficient changes by at most 20%."""
+
+    def check(self) -> None:
+        right = 'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation'
+        right += " and would restrain nothing"
+        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, right)
+        right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
+        able = self.where == "loss" and self.estimator == "k3"
+        require(able or not self.corrected, "kl.corrected", self.corrected, right)
+        require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
+
+
+@configuration
+class OnlineConfig(SizesConfig):
     """What every online algorithm shares.
 
     One *batch* is ``completions_per_batch`` completions, ``samples_per_prompt`` of each prompt; or, if that is null,
@@ -117,42 +138,11 @@ class OnlineConfig(TrainingConfig):
     )
     """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous. With generation.in_flight
     newer weights take over as soon as they are there."""
-    completions_per_batch: int | None = key(None, at_least(1), main="sizes")
-    """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is
-    completions_per_batch / samples_per_prompt prompts, a multiple of num_mini_batches. null takes the size from
-    per_device_train_batch_size and gradient_accumulation_steps. With it, per_device_train_batch_size only bounds a
-    pass, and an optimiser step has as many passes as that takes."""
-    batches: int | None = key(None, at_least(1), may_change=_LONGER, main="sizes")
-    """Batches to train on in all; null for total_episodes."""
-    total_episodes: int = key(TOTAL_EPISODES, at_least(1), may_change=_LONGER)
-    """Prompts to train on in all; a multiple of the batch. Another way to say batches."""
-    num_train_epochs: float | None = key(None, above(0), may_change=_LONGER)
-    """Passes over the rows of the training data instead, rounded up to whole batches; null for batches or
-    total_episodes."""
-    samples_per_prompt: int = key(2, at_least(1), main="sizes")
-    """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
-    per_device_train_batch_size: int | None = key(None, at_least(1))
-    """Size of one forward and backward pass: pairs of completions for DPO, else completions. null for 8; with
-    max_tokens_per_pass it is then still 8 in the size of the batch, but a pass may have any number."""
-    gradient_accumulation_steps: int = key(1, at_least(1))
-    """Part of the batch size, see above, unless completions_per_batch says it. An optimiser step has this many passes;
-    if every completion is trained on (all algorithms but online_dpo and best_of_k), samples_per_prompt times as
-    many."""
-    num_mini_batches: int = key(1, at_least(1))
-    """N, optimiser steps per epoch over a batch."""
-    num_epochs: int = key(1, at_least(1))
-    """T, epochs over each batch."""
-    trained_prompts: int | None = key(None, at_least(1))
-    """Prompts of each batch that are trained on, null for all. With fewer than are sampled, those whose completions all
-    have the same reward, which teach nothing, are left out first (dynamic sampling: DAPO, arXiv 2503.14476), then the
-    last ones of the batch. `signal/prompts` in the log is the share of prompts whose rewards differ."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
     """ "adamw" in float32, 8 bytes a parameter for its moments; "adamw_8bit" holds them in 2 bytes (bitsandbytes), and
     "paged_adamw_8bit" in the host's memory where a GPU is full; "adafactor" holds one number for each row and column;
     "muon" trains matrices by Muon, with 4 bytes a parameter, and embeddings, head and vectors by AdamW. All take
     steps about as large as AdamW's at the same learning_rate. All but "adamw" are for one rank and for "ddp"."""
-    learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
-    """Peak rate of the optimiser."""
     adam_beta1: float = key(0.9, inside("[0, 1)"))
     """Of AdamW."""
     adam_beta2: float = key(0.999, inside("[0, 1)"))
@@ -183,19 +173,11 @@ class OnlineConfig(TrainingConfig):
     """Compile the blocks of the learner's models with torch.compile: minutes at the start, faster passes on a GPU."""
     offload_frozen: bool = False
     """Keep the reference and the reward model in the host's memory, and on the GPU only while they compute."""
-    annotate_batch_size: int | None = key(None, at_least(1))
-    """Rows per pass without gradient (reference, reward and value model, old policy). null for 64, or for any number
-    with annotate_max_tokens."""
-    annotate_max_tokens: TokensOnGPU = key("on_gpu", TOKENS, without_gpu=None)
-    """Tokens of one such pass at most, like max_tokens_per_pass; "on_gpu" takes annotate_batch_size rows."""
     packing: Literal["auto", True, False] = "auto"
     """Whether the rows of a pass become one sequence without padding, in which attention stays within each row and what
     rows have in common at their beginning is computed once. "auto" packs where max_tokens_per_pass or
     annotate_max_tokens is given, the model can, and it is faster: on a CPU, and with bf16 or fp16 on a GPU. True is an
     error for a model that cannot, such as one whose layers carry a state from token to token."""
-    max_prompt_length: int | None = key(None, at_least(1))
-    """Prompts with more tokens are dropped, and counted; null for 512, or less if the model has not so many positions
-    besides those of the response."""
     non_eos_penalty: NonEosPenalty = True
     """For a completion that did not end by itself: "replace" (or true) replaces its score by penalty_reward_value,
     "add" adds penalty_reward_value to its score, false changes nothing."""
@@ -224,17 +206,10 @@ class OnlineConfig(TrainingConfig):
     """Batches between two checkpoints; 0 saves the final model only."""
     save_total_limit: int | None = key(None, at_least(1), may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
-    checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
-    """ "whole" gathers what is trained, and the optimiser's state, on the first rank, and training waits until it is
-    written. "sharded" copies both to the hosts' memory, and training goes on while every rank writes its own part
-    (torch.distributed.checkpoint) and the first the policy in the standard format. "auto" is "sharded" with FSDP
-    without cpu_offload where 3 billion parameters or more are trained, else "whole". "sharded" holds 12 bytes of host
-    memory for each trained parameter, on all ranks together. A run may be resumed with the other format. ZeRO has only
-    "whole"."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
-    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept. null for that of stop_at."""
+    """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)
-    """Whether a larger value is better, of metric_for_best_model and of stop_at."""
+    """Whether a larger value of metric_for_best_model is better."""
     eval_steps: int = key(0, at_least(0), may_change=_EVALUATION)
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
     with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
@@ -244,11 +219,10 @@ class OnlineConfig(TrainingConfig):
     generation.temperature."""
     eval_samples_per_prompt: int = key(1, at_least(1), may_change=_EVALUATION)
     """Completions of each held-out prompt."""
-    stop_at: str | None = key(None, may_change=_ENDS)
-    """End the run when this result of the evaluations, such as "eval_objective/scores", is past its peak: the policy's
-    held-out reward falls again when it has learnt to please the reward model alone. null trains all batches."""
-    stop_patience: int = key(3, at_least(1), may_change=_ENDS)
-    """Evaluations in a row without a new best after which stop_at ends the run."""
+    early_stopping_patience: int | None = key(None, at_least(1), may_change=_ENDS)
+    """End the run when metric_for_best_model is past its peak, after so many evaluations in a row without a new best:
+    the policy's held-out reward falls again when it has learnt to please the reward model alone. null trains all
+    batches."""
     num_samples_logged: int = key(4, at_least(0), role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     run_name: str | None = key(None, role="log")
@@ -273,7 +247,7 @@ class OnlineConfig(TrainingConfig):
     """Write the spans of generate, score, train, publish and wait to trace.json."""
     report: bool = key(True, role="log")
     """At the end of the command, write a page about the run, report.html (``async-rlhf report``)."""
-    seed: int = key(0, *SEED)
+    seed = key(0)
     """Decides prompts, samples and mini-batches. Python's, numpy's and torch's global random generators begin with it,
     so that a reward function that draws from them does the same in every run."""
     deterministic: bool = False
@@ -302,8 +276,140 @@ class OnlineConfig(TrainingConfig):
         place = Path(self.output_dir).resolve()
         right = "must name a folder of the run's own"
         self.require(bool(self.output_dir) and place != place.parent, "output_dir", right)
-        check_together(self)
         super().check()
+        self._check_engine()
+        if not self.push_to_hub:
+            self.leaves_out(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"), "without push_to_hub")
+        right = "must be false with resume: a run that is resumed cannot also be deleted"
+        self.require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", right)
+        self._check_evaluation()
+        self._check_generation()
+        if self.router_replay:
+            self._check_router_replay()
+        self._check_precision_and_penalty()
+        self._check_parallel()
+        self._check_own_devices()
+        self._check_launch()
+        self._check_deterministic()
+
+    def _check_engine(self) -> None:
+        """Refuse an engine that takes turns to be ahead, and requests that are larger than a batch."""
+        name, supports = self.generation.engine, find(self.generation.engine).supports
+        in_turn = self.generation.placement == "inline" and "policy" not in supports
+        right = f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns'
+        right += '; use placement "process"'
+        self.require(not in_turn or self.staleness == 0, "staleness", right)
+        key, shares = "generation.urls" if self.generation.urls else "generation.workers", self.generation.shares
+        right, size = f"must be at most the batch of {self.batch_size} prompts", self.generation.prompts_per_request
+        require(shares <= self.batch_size, key, shares, right)
+        self.require(size is None or size <= self.batch_size, "generation.prompts_per_request", right)
+        right = 'must be null with placement "inline", where nothing is sent'
+        self.require(size is None or self.placement != "inline", "generation.prompts_per_request", right)
+
+    def _check_evaluation(self) -> None:
+        """Refuse temperatures that an engine cannot sample at, and ends that can never come."""
+        engine = self.generation.engine
+        coldest = find(engine).coldest
+        right = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
+        self.require((self.eval_temperature or 1.0) >= coldest, "eval_temperature", right)
+        name, stops = self.metric_for_best_model, self.early_stopping_patience is not None
+        if name is None:
+            self.leaves_out(["greater_is_better", "early_stopping_patience"], "without metric_for_best_model")
+            return
+        right = 'must be a result of evaluations with early_stopping_patience, such as "eval_objective/scores"'
+        self.require(not stops or name.startswith("eval_"), "metric_for_best_model", right)
+        self.require(not stops or self.eval_steps > 0, "eval_steps", "must be at least 1 with early_stopping_patience")
+
+    def _check_generation(self) -> None:
+        """Check what a place ignores, and what an engine needs to load adapters only and weights in flight."""
+        if self.placement != "process":
+            elsewhere = f'with placement "{self.placement}", which has no processes of its own'
+            self.leaves_out(["generation.workers", "generation.device"], elsewhere)
+        alone = "adapters" in find(self.generation.engine).supports and self.placement != "server"
+        right = f'must be "merged" but with generation.engine {able("adapters")} in placement "process" or "inline"'
+        self.require(self.lora.publish == "merged" or alone, "lora.publish", right)
+        measured, in_flight = self.generation.mismatch_samples > 0, self.generation.in_flight
+        right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
+        self.require(self.lora.publish == "merged" or measured, "generation.mismatch_samples", right)
+        right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
+        self.require(not in_flight or self.staleness >= 1, "staleness", right)
+
+    def _check_router_replay(self) -> None:
+        """Refuse what brings no routes, or brings more than one for a token."""
+        right = f"must be false unless generation.engine is {able('routes')}, which say where each token was sent"
+        self.require("routes" in find(self.generation.engine).supports, "router_replay", right)
+        right = "must be false with generation.in_flight: new weights read all tokens again, and send them elsewhere"
+        self.require(not self.generation.in_flight, "router_replay", right)
+        right = "must be false with torch_compile, which would compile a block again for each layer's routes"
+        self.require(not self.torch_compile, "router_replay", right)
+
+    def _check_precision_and_penalty(self) -> None:
+        """Refuse keys that would have no effect, and penalties that would reward."""
+        right = "must be false with bf16: there is one type to compute in"
+        self.require(not (self.in_bfloat16 and self.fp16), "fp16", right)
+        right = "must be false without bf16 and fp16, where everything is float32"
+        self.require(self.bf16 is not False or self.fp16 or not self.head_float32, "head_float32", right)
+        if self.optimizer == "adafactor":
+            names = ("adam_beta1", "adam_beta2", "adam_epsilon")
+            self.leaves_out(names, 'with optimizer "adafactor", which has no such number')
+        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
+        self.require(self.non_eos_penalty != "add" or self.penalty_reward_value <= 0, "penalty_reward_value", right)
+
+    def _check_deterministic(self) -> None:
+        """Refuse what cannot be repeated, or cannot be told to be."""
+        if not self.deterministic:
+            return
+        right = "must be a number or null with deterministic: another time, other memory may be left"
+        for name in ("max_tokens_per_pass", "annotate_max_tokens"):
+            self.require(getattr(self, name) != "auto", name, right)
+        right = "must be false with generation.in_flight: which weights draw a token depends on timing"
+        self.require(not self.generation.in_flight, "deterministic", right)
+        right = "must be false with generation.seed_per_request false: nothing says what is sampled"
+        self.require(self.generation.seed_per_request, "deterministic", right)
+        right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
+        self.require(self.placement != "server", "deterministic", right)
+        engine = self.generation.engine
+        right = f'must be false with launch "ray" and engine "{engine}": its nodes have environments of their own'
+        self.require(self.launch == "local" or find(engine).environment is None, "deterministic", right)
+
+    def _check_parallel(self) -> None:
+        """Refuse what does not work with a learner on several ranks."""
+        parallel, engine = self.parallel, self.generation.engine
+        alone = f'must be "process" or "server" with parallel.ranks above 1 and generation.engine "{engine}"'
+        in_turn = self.placement == "inline" and "policy" not in find(engine).supports
+        self.require(parallel.ranks == 1 or not in_turn, "generation.placement", alone)
+        right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+        spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
+        self.require(not spread or self.lora.publish == "merged", "lora.publish", right)
+        parallel.require_format(self.checkpoint_format)
+        right = "must be null with weights spread over ranks (parallel.strategy)"
+        self.require(not spread or self.lora.base_bits is None, "lora.base_bits", right)
+        right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
+        self.require(parallel.strategy != "zero3" or not self.offload_frozen, "offload_frozen", right)
+
+    def _check_own_devices(self) -> None:
+        """Refuse a device for a frozen model that is somewhere else."""
+        right = "must be null with ray.reward_workers, which have devices of their own (ray.reward_num_gpus)"
+        self.require(self.reward_model_device is None or self.ray.reward_workers == 0, "reward_model_device", right)
+        right = "must be false with reward_model_device and reference_device, where frozen models are alone"
+        self.require(not self.own_devices or not self.offload_frozen, "offload_frozen", right)
+
+    def _check_launch(self) -> None:
+        """Nothing that would be ignored may be set."""
+        if self.launch == "local":
+            self.ray.leaves_out([item.name for item in fields(RayConfig)], 'unless launch is "ray"', "ray.")
+            return
+        right = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
+        self.require(self.annotate_max_tokens != "auto" or self.ray.reward_workers == 0, "annotate_max_tokens", right)
+        right = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
+        self.require(self.placement == "process", "generation.placement", right)
+        right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
+        self.require(self.generation.device is None, "generation.device", right)
+        gpus = self.generation.vllm.tensor_parallel_size
+        right = f"must be {gpus}, as generation.vllm.tensor_parallel_size says, or 0 to sample on CPUs"
+        self.require(gpus == 1 or self.ray.num_gpus in (0, gpus), "ray.num_gpus", right)
+        right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
+        self.require(self.lora.publish == "merged", "lora.publish", right)
 
     @property
     def resuming(self) -> bool:
@@ -311,96 +417,9 @@ class OnlineConfig(TrainingConfig):
         return self.resume or self.resume_from is not None
 
     @property
-    def units_by_pass(self) -> int:
-        """What a pass adds to the size of the batch: per_device_train_batch_size, or its default."""
-        return self.per_device_train_batch_size or UNITS_PER_PASS
-
-    @property
-    def most_units(self) -> int | None:
-        """Most pairs or completions of a forward and backward pass; None for any number."""
-        return self.per_device_train_batch_size if self.tokens_of_pass is not None else self.units_by_pass
-
-    @property
-    def most_annotated(self) -> int | None:
-        """Most rows of a pass without gradient; None for any number."""
-        return self.annotate_batch_size or (ANNOTATED_ROWS if self.tokens_annotated is None else None)
-
-    def rows_of_pass(self, rows_per_unit: int) -> int:
-        """Rows of the largest forward and backward pass, if all are as long as they can be.
-
-        Args:
-            rows_per_unit: of the algorithm.
-        """
-        return self._rows(self.most_units, self.tokens_of_pass, rows_per_unit)
-
-    @property
-    def rows_annotated(self) -> int:
-        """The same of a pass without gradient."""
-        return self._rows(self.most_annotated, self.tokens_annotated, 1)
-
-    def _rows(self, units: int | None, tokens: int | None, rows_per_unit: int) -> int:
-        """Of as many units as there may be, or as its tokens allow."""
-        found = [] if units is None else [units * rows_per_unit]
-        if tokens is not None:
-            found.append(max(rows_per_unit, tokens // self.max_length))
-        return min(found)
-
-    @property
-    def by_tokens(self) -> bool:
-        """Whether tokens limit a pass."""
-        return self.tokens_of_pass is not None or self.tokens_annotated is not None
-
-    @property
-    def tokens_of_pass(self) -> int | None:
-        """``max_tokens_per_pass``; None while a word stands for it, in whose place a run puts a number."""
-        return self.max_tokens_per_pass if isinstance(self.max_tokens_per_pass, int) else None
-
-    @property
-    def tokens_annotated(self) -> int | None:
-        """The same of ``annotate_max_tokens``."""
-        return self.annotate_max_tokens if isinstance(self.annotate_max_tokens, int) else None
-
-    @property
-    def prompts_by_passes(self) -> int:
-        """Prompts of a batch, as passes, accumulation, mini-batches and ranks say."""
-        per_rank = self.units_by_pass * self.gradient_accumulation_steps * self.num_mini_batches
-        return per_rank * self.parallel.ranks
-
-    @property
-    def batch_size(self) -> int:
-        """Prompts of one batch."""
-        if self.completions_per_batch is None:
-            return self.prompts_by_passes
-        return self.completions_per_batch // self.samples_per_prompt
-
-    @property
     def max_length(self) -> int:
         """Most tokens of prompt and response together, or of an episode."""
         return self.prompt_cap + self.generation.longest_episode
-
-    def with_rows(self, rows: int) -> OnlineConfig:
-        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data."""
-        if self.num_train_epochs is None:
-            return self
-        batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
-        return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
-
-    @property
-    def num_batches(self) -> int:
-        """B, batches of the whole run."""
-        right = "says how long the run is only together with the data; use with_rows"
-        self.require(self.num_train_epochs is None, "num_train_epochs", right)
-        return self.total_episodes // self.batch_size if self.batches is None else self.batches
-
-    @property
-    def prompt_cap(self) -> int:
-        """Most tokens of a prompt: ``max_prompt_length``, or what stands in for null while no model is known."""
-        return PROMPT_CAP if self.max_prompt_length is None else self.max_prompt_length
-
-    @property
-    def num_optimizer_steps(self) -> int:
-        """B x N x T."""
-        return self.num_batches * self.num_mini_batches * self.num_epochs
 
     @property
     def kl_penalty(self) -> KLConfig | None:
@@ -410,11 +429,6 @@ class OnlineConfig(TrainingConfig):
     def with_kl_coef(self, coef: float) -> OnlineConfig:
         """A copy with the coefficient that a run has adapted, which is not checked again."""
         raise TypeError(f"{type(self).__name__} has no KL penalty")
-
-    @property
-    def best_metric(self) -> str | None:
-        """The metric by which the best checkpoint is chosen."""
-        return self.metric_for_best_model or self.stop_at
 
     @property
     def own_devices(self) -> set[str]:

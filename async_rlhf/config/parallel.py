@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, above, at_least, configuration, key, require
 
@@ -40,7 +40,7 @@ def launched_on_host(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("LOCAL_WORLD_SIZE", 1)) if launched_ranks(environment) > 1 else 1
 
 
-@configuration
+@configuration(kw_only=True)
 class SharedConfig(Checked):
     """Work that is shared over several ranks, one for each device, while each has models of its own: start the command
     with torchrun, accelerate launch, or srun.
@@ -56,7 +56,7 @@ class SharedConfig(Checked):
 
 
 @configuration
-class ParallelConfig(Checked):
+class ParallelConfig(SharedConfig):
     """The learner on several ranks, one for each device: start the command with torchrun, accelerate launch,
     or srun as in recipes/slurm.
     """
@@ -65,7 +65,7 @@ class ParallelConfig(Checked):
     """ "ddp" keeps all weights on every rank; "zero1" shards the optimiser's state (DeepSpeed), "zero2" the gradients
     too; "zero3" and "fsdp" (PyTorch's FSDP2) shard everything; "auto" takes what an accelerate config file says, else
     "ddp"."""
-    ranks: int = key(launched_ranks, at_least(1))
+    ranks = key(launched_ranks, role="result")
     """R, the number of learner processes; by default as many as were launched together with this one. A given value is
     checked at the start, and --dry-run shows the sizes of a run with that many."""
     cpu_offload: bool = False
@@ -129,21 +129,3 @@ class ParallelConfig(Checked):
         right += ": DeepSpeed lays out the optimiser its own way"
         zero = self.ranks > 1 and self.strategy.startswith("zero")
         require(not zero or checkpoints != "sharded", "checkpoint_format", checkpoints, right)
-
-
-def check_device(device: str | None, ranks: int) -> None:
-    """Refuse one device for several ranks."""
-    right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
-    require(ranks == 1 or device in (None, "cpu", "cuda"), "device", device, right)
-
-
-class OnRanks(Protocol):
-    """What starting ranks asks of a configuration."""
-
-    @property
-    def device(self) -> str | None:
-        """Where to compute; None for the first GPU, or the GPU of a rank's number, or the CPU."""
-
-    @property
-    def parallel(self) -> ParallelConfig | SharedConfig:
-        """How many ranks there are to be."""

@@ -24,7 +24,7 @@ import yaml
 from async_rlhf.config import environment
 from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.spelling import check_words, dropped, is_idle, meant
+from async_rlhf.config.spelling import dropped, is_idle, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
@@ -112,7 +112,6 @@ def parse(
     places = {} if config_file is None or translated else _places(config_file)
     known = {option.key: option.hint for option in options_of(whole)}
     values = _Values(known, command)
-    check_words(words, {*FLAGS, f"--{environment.KEY}", *(f"--{group}" for group in values.groups)}, known, command)
     try:
         values.put(read, place=lambda key: f"{places.get(key, 'the file')}: ")
         values.put_environment()
@@ -182,7 +181,11 @@ class _Values:
         begun: set[str] = set()
         for key, text in _pairs(words):
             name, added = key.removesuffix("+"), key.endswith("+")
-            free = next((one for one in self._options if key.startswith(f"{one}.")), None)
+            free = next((one for one in self._options if key.startswith(f"{one}.") and self._is_free(one)), None)
+            if free is None and name not in {*self._options, *self.groups}:
+                option = f"--{name}" if name.isprintable() else repr(f"--{name}")
+                nearest = meant(name, self._options, "--")
+                raise ConfigError(f"{option}: async-rlhf {self._command} has no such option{nearest}")
             if free is not None:  # a key below one that holds keys of any name
                 value = text if get_args(self._options[free])[-1] is str else parse_yaml(text, f"--{key}")
                 self.put({free: _with(self.get(free), key[len(free) + 1 :].split("."), value)})
@@ -192,6 +195,11 @@ class _Values:
                 more = parse_yaml(text, f"--{key}") if text.startswith("[") else [text]
                 self.put({name: [*((self.get(name) or []) if added or name in begun else []), *more]})
                 begun.add(name)
+
+    def _is_free(self, name: str) -> bool:
+        """Whether a key holds keys of any name, as ``models`` does."""
+        hint = self._options[name]
+        return any(get_origin(one) is dict for one in (hint, *get_args(hint)))
 
     def arguments(self, kind: type[Checked], prefix: str = "") -> dict[str, Any]:
         """What the class is called with: keys that are set, and groups of which one is set."""
@@ -293,8 +301,9 @@ def texts_of(kind: type) -> dict[str, str]:
             continue
         for item, below in itertools.pairwise(getattr(body, "body", ())):
             text = getattr(getattr(below, "value", None), "value", None) if isinstance(below, ast.Expr) else None
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(text, str):
-                found[item.target.id] = " ".join(text.split())
+            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
+            if isinstance(target, ast.Name) and isinstance(text, str):
+                found[target.id] = " ".join(text.split())
     return found
 
 

@@ -5,42 +5,8 @@ from __future__ import annotations
 from copy import copy
 from typing import Literal
 
-from async_rlhf.config.base import Checked, above, at_least, at_most, below, configuration, key, require
-from async_rlhf.config.common import MAX_COEFFICIENT
-from async_rlhf.config.online import NonEosPenalty, OnlineConfig
-
-IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
-
-
-@configuration
-class KLConfig(Checked):
-    """The penalty that keeps the policy near the reference policy."""
-
-    coef: float = key(0.05, at_least(0), IN_LOSS, main="training")
-    """The coefficient of the KL penalty; with 0 no reference policy is loaded. This and every other KL here compares
-    the distributions at generation.temperature, not at 1."""
-    where: Literal["reward", "loss"] = "reward"
-    """ "reward" subtracts it from the reward, "loss" adds it to the loss."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Per token, with d = log pi - log ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
-    corrected: bool = False
-    """In the loss, weight the k3 of each token by pi / mu, where mu sampled it, and let the gradient flow through that
-    weight: this gives the gradient of the KL of each token given its prefix. k3 alone does not, least of all with
-    samples of older weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
-    target: float | None = key(None, above(0), IN_LOSS)
-    """Adapt the coefficient to keep the KL of a completion at this value (Ziegler et al., arXiv 1909.08593, section
-    2.2); null leaves the coefficient fixed."""
-    horizon: int = key(10_000, at_least(1))
-    """Completions over which an adapted coefficient changes by at most 20%."""
-
-    def check(self) -> None:
-        right = 'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation'
-        right += " and would restrain nothing"
-        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, right)
-        right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
-        able = self.where == "loss" and self.estimator == "k3"
-        require(able or not self.corrected, "kl.corrected", self.corrected, right)
-        require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
+from async_rlhf.config.base import Checked, above, at_least, below, configuration, inside, key
+from async_rlhf.config.online import KLConfig, OnlineConfig
 
 
 @configuration
@@ -122,10 +88,20 @@ class RatioConfig(KLPenaltyConfig):
 
 
 @configuration
+class DiscountConfig(RatioConfig):
+    """Objectives whose later rewards count less."""
+
+    gamma: float = key(1.0, inside("[0, 1]"))
+    """Discount from token to token."""
+    gamma_over: Literal["tokens", "turns"] = "tokens"
+    """ "turns" discounts from one answer of an episode to the next instead."""
+
+
+@configuration
 class GroupConfig(RatioConfig):
     """Objectives whose baseline is the rewards of the prompt's other completions."""
 
-    non_eos_penalty: NonEosPenalty = False
+    non_eos_penalty = key(False)
     """As for every algorithm, but none by default: verifiable rewards of completions that did not end by themselves
     should not change unasked."""
     mask_truncated: bool = False

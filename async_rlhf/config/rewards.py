@@ -80,13 +80,6 @@ def check_functions(functions: Sequence[str], key: str = "reward_funcs") -> None
         FunctionName.parse(name, key)
 
 
-def check_one_judge(reward_model: str | None, reward_funcs: Sequence[str]) -> None:
-    """Require either a reward model or functions."""
-    check_functions(reward_funcs)
-    one = (reward_model is not None) != (len(reward_funcs) > 0)
-    require(one, "reward_model", reward_model, "give either a reward_model or reward_funcs")
-
-
 @configuration
 class EndpointConfig(Checked):
     """A model behind a URL."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from async_rlhf.config.errors import ConfigError
 
@@ -31,11 +31,13 @@ DROPPED: dict[str, str] = {
     "replay_from": "an exact run repeats by itself",
     "staleness_mode": "leave it out; with generation.in_flight the newest weights sample",
     "feedback": "use a reward function that asks people: recipes/feedback",
+    "stop_at": "metric_for_best_model names it, and early_stopping_patience ends the run",
+    "stop_patience": "early_stopping_patience",
     "reward_model_bits": "give a trainer in Python a model that is loaded so, or score with one in a reward function",
     "data.streaming": "data are downloaded and stay on disk; data.train_split 'train[:10000]' takes a part of them",
 }
 """Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
-_IDLE = {"feedback.answers": 1, "staleness_mode": "exact"}
+_IDLE = {"feedback.answers": 1, "staleness_mode": "exact", "stop_patience": 3}
 """What such keys held without being of use, where that was not nothing."""
 
 
@@ -71,32 +73,6 @@ def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
         if dropped(key) and not is_idle(key, value) and not needed:
             raise ConfigError(f"{key}: the earlier run has {value!r}; {dropped(key)}")
     return {key: value for key, value in saved.items() if not dropped(key)}
-
-
-def check_words(words: Sequence[str], options: Collection[str], known: Mapping[str, Any], command: str) -> None:
-    """Require every ``--key`` on the command line to exist.
-
-    Args:
-        words: of the command line.
-        options: what the parser takes beside keys, such as ``--help``.
-        known: the command's keys and their types.
-        command: its name.
-
-    Raises:
-        ConfigError: names the first that does not, and the nearest.
-    """
-    for word in words:
-        option = word.partition("=")[0].removesuffix("+")
-        key = option.removeprefix("--")
-        if word.startswith("--") and option not in options and not _exists(key, known):
-            shown = option if option.isprintable() else repr(option)
-            raise ConfigError(f"{shown}: async-rlhf {command} has no such option{meant(key, known, '--')}")
-
-
-def _exists(key: str, known: Mapping[str, Any]) -> bool:
-    """Whether it is one of the keys, or below one that holds keys of any name, as ``models`` does."""
-    above = (hint for name, hint in known.items() if key.startswith(f"{name}."))
-    return key in known or any(get_origin(one) is dict for hint in above for one in (hint, *get_args(hint)))
 
 
 def meant(key: str, known: Collection[str], dashes: str) -> str:

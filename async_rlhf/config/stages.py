@@ -22,18 +22,18 @@ from async_rlhf.config.base import (
 )
 from async_rlhf.config.common import (
     COLUMN,
-    EVAL_FRACTION,
     SCORE,
-    SEED,
-    HeldOutRowsConfig,
+    SHARE,
+    OnRanksConfig,
     RepeatableConfig,
     RewardedConfig,
+    RewardTokensConfig,
     SamplingConfig,
-    SharedWorkConfig,
     TrainingConfig,
+    TrainRowsConfig,
 )
 from async_rlhf.config.generation import Dtype, GenerationConfig
-from async_rlhf.config.online import LEARNING_RATE, AdapterConfig, OnlineConfig
+from async_rlhf.config.online import AdapterConfig, OnlineConfig
 
 _SMALL = "a new model is a small one"
 _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole number, or below 1 a share of all steps")
@@ -66,22 +66,20 @@ class NewModelConfig(Checked):
 
 
 @configuration
-class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
+class StageConfig(TrainRowsConfig, TrainingConfig, RepeatableConfig):
     """What the supervised stages share."""
 
-    train: str = key(REQUIRED, main="data and models", names="data")
-    """Training data: a .jsonl, .json, .parquet or .csv file, a datasets folder, or a name on the hub."""
     output_dir: str = key(REQUIRED, *FOLDER, role="place", main="output")
     """Where the trained model goes."""
     num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"), main="training")
     """Passes over the data."""
-    learning_rate: float = key(1e-3, *LEARNING_RATE, main="training")
+    learning_rate = key(1e-3)
     """Peak rate of AdamW."""
     warmup_ratio: float = key(0.05, at_least(0), below(1, ", a share of the steps"))
     """Share of the steps in which the rate rises, where warmup_steps is 0."""
     per_device_train_batch_size: int = key(32, at_least(1), main="training")
     """Rows (for pairs: pairs) of one forward and backward pass; with max_tokens_per_pass only a factor of the batch."""
-    gradient_accumulation_steps: int = key(1, at_least(1))
+    gradient_accumulation_steps = key(1)
     """Such passes per optimiser step and rank: a batch is per_device_train_batch_size x gradient_accumulation_steps x
     parallel.ranks rows."""
     max_length: int = key(512, at_least(1), main="training")
@@ -98,16 +96,11 @@ class StageConfig(HeldOutRowsConfig, TrainingConfig, RepeatableConfig):
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
     save_steps: int = key(0, at_least(0), role="place")
     """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
-    checkpoint_format: Literal["auto", "whole", "sharded"] = key("auto", role="speed")
-    """ "whole" gathers a checkpoint on the first rank; "sharded" has each rank write its own part, beside training, and
-    "auto" is that with FSDP without cpu_offload where 3 billion parameters or more are trained. ZeRO has only
-    "whole"."""
-    seed: int = key(0, *SEED, main="training")
+    seed = key(0, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
 
     def check(self) -> None:
         super().check()
-        self.check_held_out()
         held_out = self.eval is not None or self.held_out_share is not None
         self.require(self.eval_steps == 0 or held_out, "eval_steps", "must be 0 without eval or eval_fraction")
         self.parallel.require_format(self.checkpoint_format)
@@ -218,7 +211,7 @@ class PairsConfig(SamplingConfig, RewardedConfig):
     """Least difference of the two ratings of a pair; equal ratings never make one."""
     max_pairs: int | None = key(None, at_least(1))
     """Draw this many of all possible pairs; null for as many as there are rows."""
-    eval_fraction: float = key(0.1, EVAL_FRACTION)
+    eval_fraction: float = key(0.1, SHARE)
     """No pair joins a text that ``reward`` holds out with this eval_fraction to one that it trains on."""
 
     def check(self) -> None:
@@ -255,7 +248,7 @@ class RewardConfig(StageConfig):
 
     model: str = key("", Rule(bool, "give the model to start from"), main="data and models", names="model")
     """The language model to start from, a folder or a name on the hub (owner/model or owner/model@revision)."""
-    eval_fraction: float | None = key(None, EVAL_FRACTION, main="data and models")
+    eval_fraction = key(None, main="data and models")
     """Hold out about this share of the training data where eval is null; null for a tenth. A hash of the prompt
     (without one, of the text) decides, so rows of one prompt stay together."""
     score_field: str = key(SCORE, COLUMN)
@@ -286,7 +279,7 @@ class RewardConfig(StageConfig):
 
 
 @configuration
-class RelabelConfig(RewardedConfig, SharedWorkConfig):
+class RelabelConfig(RewardTokensConfig, RepeatableConfig, OnRanksConfig):
     """Preference pairs labelled anew by a gold reward: ``async-rlhf relabel``. Rows as for ``reward``."""
 
     data: str = key(REQUIRED, names="data", main="data and models")
@@ -295,9 +288,6 @@ class RelabelConfig(RewardedConfig, SharedWorkConfig):
     """Where ``<split>.jsonl`` goes for every split; ``data`` of other commands may name this folder."""
     splits: list[str] = key(["train"], Rule(bool, "name at least one"), EACH_ONCE, main="data and models")
     """Splits of the data; a file has one, under the name given here."""
-    reward_tokenizer: str | None = key(None, names="source", main="judging")
-    """Tokenizer of the reward model; null takes the one saved with it. Functions need a tokenizer only for chats, which
-    its template turns into text."""
     keep_ties: bool = key(False, main="judging")
     """Keep pairs of equal scores unchanged; false drops them. They are counted either way."""
     batch_size: int = key(32, at_least(1))

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from async_rlhf.config.base import require
-from async_rlhf.config.parallel import OnRanks, launched_on_host, launched_ranks
+from async_rlhf.config.common import OnRanksConfig
+from async_rlhf.config.parallel import launched_on_host, launched_ranks
 from async_rlhf.distributed.collectives import FOR_EVER, Ranks
 from async_rlhf.models.loading import default_device
 
 logger = logging.getLogger(__name__)
 
 
-def start_ranks(config: OnRanks, command: str = "train") -> Ranks:
+def start_ranks(config: OnRanksConfig, command: str = "train") -> Ranks:
     """Meet the other ranks, if the process was launched as one of several; ``command`` is what errors call it.
 
     Raises:
@@ -100,12 +101,12 @@ def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
         require(first == rank, "device", f"the same GPU of host {gpu[0]} for ranks {first} and {rank}", right)
 
 
-def uses_gpu(config: OnRanks) -> bool:
+def uses_gpu(config: OnRanksConfig) -> bool:
     """Whether the learner's ranks compute on GPUs."""
     return torch.cuda.is_available() if config.device is None else config.device != "cpu"
 
 
-def rank_device(config: OnRanks, ranks: Ranks) -> torch.device:
+def rank_device(config: OnRanksConfig, ranks: Ranks) -> torch.device:
     """The device of this rank: of several on GPUs, that of its number on the host."""
     if ranks.count > 1:
         return torch.device("cuda", _gpu_of(ranks.local_rank)) if uses_gpu(config) else torch.device("cpu")

@@ -228,8 +228,7 @@ class Learner:
         assert model is not None
         device = model.device
         shared = self.ranks.count == 1 and device == self.policy.device
-        units, tokens = self.config.most_annotated, self.config.tokens_annotated
-        return self._annotating if shared else passes_through([model], units, tokens), device
+        return self._annotating if shared else passes_through([model], self.config.annotation_limits), device
 
     def _annotations(self) -> list[tuple[AbstractContextManager[object], _Compute]]:
         """What the algorithm needs that passes without gradient give, each with what puts its model at hand."""
@@ -480,12 +479,12 @@ class Learner:
     @cached_property
     def _training(self) -> Passes:
         """The limits of a forward and backward pass."""
-        return passes_through(self._models, self.config.most_units, self.config.tokens_of_pass)
+        return passes_through(self._models, self.config.training_limits)
 
     @cached_property
     def _annotating(self) -> Passes:
         """The limits of a pass without gradient."""
-        return passes_through(self._models, self.config.most_annotated, self.config.tokens_annotated)
+        return passes_through(self._models, self.config.annotation_limits)
 
     @property
     def _models(self) -> list[PreTrainedModel]:

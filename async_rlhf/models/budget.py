@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
+from async_rlhf.config.sizes import PassLimits
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
@@ -92,10 +93,10 @@ class PassMemory:
         return list(map(sum, product(*each)))
 
 
-def passes_through(models: Sequence[PreTrainedModel], units: int | None, tokens: int | None) -> Passes:
-    """The limits of a pass through models, one after the other: at most so many units and tokens."""
+def passes_through(models: Sequence[PreTrainedModel], limits: PassLimits) -> Passes:
+    """The limits of a pass through models, one after the other."""
     width = models[0].config.get_text_config().hidden_size
-    return Passes(units, tokens, all(map(is_packed, models)), width, all(map(shares, models)))
+    return Passes(limits.units, limits.tokens, all(map(is_packed, models)), width, all(map(shares, models)))
 
 
 def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool | str) -> LearnerMemory:
@@ -250,7 +251,7 @@ def bytes_of_update(
     """Bytes that a rank of the learner holds at the peak of an update whose passes are as large as they can be, or with
     "auto" as they must be, with AdamW; see :func:`with_sizes`.
     """
-    rows = with_least(config, rows_per_unit).rows_of_pass(rows_per_unit)
+    rows = with_least(config, rows_per_unit).training_limits.rows(config.max_length, rows_per_unit)
     one = Pass(rows * config.max_length, rows * config.generation.longest_written)
     total = _held(trained, frozen, config, parallel)
     for model in trained:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig, PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.evaluation import HeldOutConfig
-from async_rlhf.config.online import PROMPT_CAP
+from async_rlhf.config.sizes import PROMPT_CAP
 from async_rlhf.models.loading import from_pretrained
 
 Model: TypeAlias = PreTrainedModel | str

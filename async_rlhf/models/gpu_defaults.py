@@ -65,7 +65,9 @@ def decided(config: Config, has_bf16: bool, packs: bool, rows_per_unit: int = 1)
             found = replace(found, generation=replace(found.generation, dtype=dtype))
         packs = packs and found.packing is not False and found.attn_implementation in (None, "sdpa")
         packs = packs and not found.deterministic  # no GPU has shown that the kernel repeats itself
-        rows = {"max_tokens_per_pass": found.rows_of_pass(rows_per_unit), "annotate_max_tokens": found.rows_annotated}
+        training = found.training_limits.rows(found.max_length, rows_per_unit)
+        annotation = found.annotation_limits.rows(found.max_length)
+        rows = {"max_tokens_per_pass": training, "annotate_max_tokens": annotation}
     else:
         rows = {"max_tokens_per_pass": found.per_device_train_batch_size * rows_per_unit}
     budget = packs and (found.in_bfloat16 or fp16)

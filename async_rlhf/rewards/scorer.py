@@ -284,7 +284,7 @@ class Scorer:
     def _passes(self) -> Passes:
         """The limits of a pass through the reward model."""
         assert self.reward_model is not None
-        return passes_through([self.reward_model], self.config.most_annotated, self.config.tokens_annotated)
+        return passes_through([self.reward_model], self.config.annotation_limits)
 
     @property
     def scoring_ranks(self) -> int:

@@ -225,8 +225,8 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
 def _check_stop(config: OnlineConfig, inputs: Inputs) -> None:
     """Require that evaluations will have the result at whose peak the run is to end."""
     names = [f"eval_{name}" for name in metric_names(inputs.reward_funcs, inputs.reward_model is not None)]
-    known = config.stop_at is None or config.stop_at in names
-    require(known, "stop_at", config.stop_at, f"must be one of {', '.join(names)}")
+    known = config.early_stopping_patience is None or config.metric_for_best_model in names
+    config.require(known, "metric_for_best_model", f"must be one of {', '.join(names)}")
 
 
 def _algorithm(config: OnlineConfig, algorithm: Algorithm | None) -> Algorithm:

@@ -112,7 +112,7 @@ def training_arguments(
         logging_steps=config.logging_steps,
         save_strategy="steps" if config.save_steps else "no",
         save_steps=config.save_steps or 500,
-        metric_for_best_model=config.best_metric,
+        metric_for_best_model=config.metric_for_best_model,
         eval_strategy="steps" if config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
         per_device_train_batch_size=config.units_by_pass,
@@ -181,7 +181,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class StopAtPeak(TrainerCallback, ExportableState):
-    """Stops after ``stop_patience`` evaluations in a row without a new best value of ``stop_at``.
+    """Stops after ``early_stopping_patience`` evaluations in a row without a new best of ``metric_for_best_model``.
 
     transformers' EarlyStoppingCallback compares with the best checkpoint, so a peak without one would not count.
 
@@ -190,8 +190,9 @@ class StopAtPeak(TrainerCallback, ExportableState):
     """
 
     def __init__(self, config: OnlineConfig) -> None:
-        assert config.stop_at is not None
-        self.name, self.patience = config.stop_at, config.stop_patience
+        assert config.metric_for_best_model is not None
+        assert config.early_stopping_patience is not None
+        self.name, self.patience = config.metric_for_best_model, config.early_stopping_patience
         self.sign = 1 if config.greater_is_better else -1
         self.best: float | None = None
         self.best_batch = 0
@@ -256,7 +257,7 @@ class Callbacks:
         self.uploads = HubUploads(config) if config.push_to_hub and is_main else None
         self.pending_eval: str | None = None
         """The first checkpoint since an evaluation was asked for whose answers are not here yet."""
-        peak = StopAtPeak(config) if config.stop_at is not None else None
+        peak = StopAtPeak(config) if config.early_stopping_patience is not None else None
         ours = [self._progress, *integrations.values(), *callbacks, self.uploads, peak] if is_main else []
         called = [DefaultFlowCallback, *(one for one in ours if one is not None)]
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
@@ -332,7 +333,7 @@ class Callbacks:
         """Remember a checkpoint if it is better than all earlier ones, by ``metric_for_best_model``. A result of an
         evaluation counts for the first checkpoint from its batch on; while one is under way, that checkpoint waits.
         """
-        name = self.arguments.online_config.best_metric
+        name = self.arguments.online_config.metric_for_best_model
         if not evaluating or name is None or not name.startswith("eval_"):
             self._judge(checkpoint)
         elif self.pending_eval is None:
@@ -345,7 +346,7 @@ class Callbacks:
 
     def _judge(self, checkpoint: Path) -> None:
         config = self.arguments.online_config
-        name = config.best_metric
+        name = config.metric_for_best_model
         if name is None:
             return
         found = self.state.newest.get(name)

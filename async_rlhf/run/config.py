@@ -7,27 +7,21 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any
 
 from async_rlhf.algorithms.table import find
-from async_rlhf.config.base import REQUIRED, Checked, configuration, key, require
-from async_rlhf.config.common import HeldOutRowsConfig, PromptsConfig
-from async_rlhf.config.episodes import World
+from async_rlhf.config.base import REQUIRED, configuration, key, require
+from async_rlhf.config.common import PromptsConfig, RewardedConfig, TrainRowsConfig, WorldConfig
 from async_rlhf.config.online import OnlineConfig
 from async_rlhf.config.rewards import check_functions, check_rewards
 
 
 @configuration
-class DataConfig(PromptsConfig, HeldOutRowsConfig):
+class DataConfig(PromptsConfig, TrainRowsConfig):
     """Where prompts come from."""
 
-    train: str = key(REQUIRED, main="data and models", names="data")
-    """A .jsonl, .json, .parquet or .csv file, a folder written by datasets, or a name on the hub."""
-
-    def check(self) -> None:
-        self.check_held_out("data.")
-        self.check_prompts("data.")
+    _group = "data."
 
 
 @configuration
-class RunConfig(Checked):
+class RunConfig(RewardedConfig, WorldConfig):
     """Online training: ``async-rlhf train``."""
 
     model: str = key(REQUIRED, main="data and models", names="model")
@@ -35,21 +29,12 @@ class RunConfig(Checked):
     branch, a tag or a commit: owner/model@revision."""
     data: DataConfig = key(REQUIRED)
     """Where prompts come from."""
-    reward_model: str | None = key(None, main="data and models", names="model")
+    reward_model = key(None, main="data and models")
     """A sequence-classification model with one output, read at the last token: a folder or a name on the hub."""
-    reward_funcs: list[str] = key([], main="data and models", names="function")
+    reward_funcs = key([], main="data and models")
     """Instead of or besides reward_model, Python functions as "module:function" or "file.py:function", optionally with
     literal keyword arguments, called as f(prompts=..., completions=..., **columns) and returning one number per
     completion. They may be async; all are called at the same time."""
-    environment: str | None = key(None, names="function")
-    """What answers the policy's messages until an episode is over, "module:Class" or "file.py:Class", optionally with
-    literal keyword arguments. It may give rewards; train.generation.max_turns says most answers of the policy."""
-    tools: list[str] = key([], names="function")
-    """Instead of an environment, functions that the policy may call, as "module:function" or "file.py:function". Some
-    come along, in async_rlhf.tasks.tools."""
-    agent: str | None = key(None, names="function")
-    """Instead, an agent, "module:function" or "file.py:function": an async function of a client and a row, which asks
-    the policy by an OpenAI-compatible endpoint and returns a reward."""
     ref_model: str | None = key(None, names="model")
     """The reference policy; null takes the policy's starting weights."""
     value_model: str | None = key(None, names="source")
@@ -115,11 +100,6 @@ class RunConfig(Checked):
         for name in ("environment", "agent"):
             check_functions([] if getattr(self, name) is None else [getattr(self, name)], name)
         self.world.check(self.train.generation.max_turns, "train.")
-
-    @property
-    def world(self) -> World:
-        """What answers the policy, by its names."""
-        return World(self.environment, self.tools, self.agent)
 
 
 def _unpickled(values: dict[str, Any], train: dict[str, Any]) -> RunConfig:

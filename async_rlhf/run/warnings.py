@@ -144,7 +144,7 @@ def drifts(rows: Sequence[Row], weights: Sequence[float] = (), said: Collection[
             "KL grows without a gain",
             f"Over the second half KL went from {kl.middle:.3g} to {kl.end:.3g} nats, the score from "
             f"{score.third_quarter:.3g} to {score.last_quarter:.3g}. An earlier checkpoint is as good and closer to "
-            "the reference; stop_at ends a run there.",
+            "the reference; early_stopping_patience ends a run there.",
         )
     if entropy.enough and entropy.start.mean > 0 and entropy.end.mean <= ENTROPY * entropy.start.mean:
         yield Drift(
@@ -174,7 +174,7 @@ def drifts(rows: Sequence[Row], weights: Sequence[float] = (), said: Collection[
                 "The rewards part",
                 f"The {up}, but {name} fell from {part.start:.3g} to {part.end:.3g}; it was highest about batch "
                 f"{_peak(rows, key):.0f}. If it says what you want, the policy exploits the others: use an earlier "
-                "checkpoint, give it a larger weight (reward_weights), or stop_at its held-out peak.",
+                "checkpoint, give it a larger weight (reward_weights), or stop at its held-out peak.",
             )
     if length.enough and length.start.mean > 0 and length.end.mean >= LENGTH * length.start.mean:
         yield Drift(

@@ -291,8 +291,8 @@ IGNORED = {
     "reward --train t --output_dir o --model m": ("(with rank 0|without eval|without reference)",
      {"lora.alpha": 3, "eval_split": "test", "reference_split": "test"}),
     "train --model m --data.train d --reward_funcs a:b": (
-     "(with rank 0|without (data.eval|max_turns|metric_for_best_model|stop_at|reward_model))",
-     {"train.lora.alpha": 3, "data.eval_split": "test", "train.eval_temperature": 1, "train.stop_patience": 2,
+     "(with rank 0|without (data.eval|max_turns|metric_for_best_model|reward_model))",
+     {"train.lora.alpha": 3, "data.eval_split": "test", "train.eval_temperature": 1, "train.early_stopping_patience": 2,
       "train.eval_samples_per_prompt": 2, "train.generation.step_timeout": 3, "train.greater_is_better": "false",
       "train.reward_model_weight": 2}),
     "train --model m --data.train d --reward_funcs a:b --train.staleness 0": (

@@ -274,7 +274,8 @@ class Rising:
         self.evaluations = state["evaluations"]
 
 
-STOPS = {"stop_at": "eval_reward/rising", "stop_patience": 2, "eval_steps": 1, "save_steps": 1, "save_total_limit": 1}
+STOPS = {"metric_for_best_model": "eval_reward/rising", "early_stopping_patience": 2, "eval_steps": 1}
+STOPS |= {"save_steps": 1, "save_total_limit": 1}
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -323,13 +324,19 @@ def test_smaller_can_be_better(make_policy, tokenizer, prompts, make_args):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stop_at": "objective/scores", "eval_steps": 1}, "stop_at: got 'objective/scores'; must be a result of eval"),
-        ({"stop_at": "eval_objective/scores"}, "eval_steps: got 0; must be at least 1 with stop_at"),
-        ({"stop_patience": 2}, "stop_patience: got 2; must be left out without stop_at"),
         (
-            {"stop_at": "eval_objective/scores", "eval_steps": 1, "metric_for_best_model": "objective/kl"},
-            "metric_for_best_model: got 'objective/kl'; must be null or 'eval_objective/scores'",
+            {"metric_for_best_model": "objective/kl", "early_stopping_patience": 1, "eval_steps": 1},
+            "metric_for_best_model: got 'objective/kl'; must be a result of evaluations",
         ),
+        (
+            {"metric_for_best_model": "eval_objective/scores", "early_stopping_patience": 1},
+            "eval_steps: got 0; must be at least 1 with early_stopping_patience",
+        ),
+        (
+            {"early_stopping_patience": 2},
+            "early_stopping_patience: got 2; must be left out without metric_for_best_model",
+        ),
+        ({"greater_is_better": False}, "greater_is_better: got False; must be left out without metric_for_best_model"),
         (
             {"generation": {"engine": "vllm"}, "eval_temperature": 0.001},
             'eval_temperature: got 0.001; must be at least 0.01 with generation.engine "vllm"',
@@ -344,10 +351,12 @@ def test_keys_that_cannot_be_are_refused(make_args, changes, message):
 
 
 def test_a_result_that_no_evaluation_has_is_refused_before_anything_is_loaded(tokenizer, prompts, make_args):
-    args = make_args(stop_at="eval_reward/gold", eval_steps=1)
+    args = make_args(metric_for_best_model="eval_reward/gold", early_stopping_patience=1, eval_steps=1)
     names = ["objective/scores", "objective/scores_std", "reward/model", "reward/count_letters"]
     names += ["val/num_eos_tokens", "val/ended_share", "val/response_length"]
-    right = f"stop_at: got 'eval_reward/gold'; must be one of {', '.join(f'eval_{name}' for name in names)}"
+    right = (
+        f"metric_for_best_model: got 'eval_reward/gold'; must be one of {', '.join(f'eval_{name}' for name in names)}"
+    )
     with pytest.raises(ConfigError, match=re.escape(right)):
         OnlineTrainer("no/model", args, prompts, reward_model="no/model", reward_funcs=count_letters, eval_dataset=HELD)
 

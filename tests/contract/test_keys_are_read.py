@@ -26,6 +26,7 @@ from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.algorithms.table import BUILT_IN, built_in
 from async_rlhf.commands import serve, workers
+from async_rlhf.commands.doctor import DoctorConfig, run_doctor
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.pairs import run_pairs
@@ -57,6 +58,7 @@ from async_rlhf.config import (
     VLLMConfig,
 )
 from async_rlhf.config.base import Checked
+from async_rlhf.config.sizes import SizesConfig
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import server_generator, vllm_engine
@@ -194,7 +196,7 @@ def _trains(inputs: Inputs) -> None:
     kept = {"save_steps": 4, "save_total_limit": 1, "eval_steps": 4, "metric_for_best_model": "eval_objective/scores"}
     judged = {"reward_model": inputs["judge"], "tokenizer": inputs["policy"], "ref_model": inputs["policy"]}
     penalties = {"non_eos_penalty": "add", "length_penalty": 0.1, "reward_timeout": 60.0, "reward_errors": "skip"}
-    kept |= {"stop_at": "eval_objective/scores", "stop_patience": 9}
+    kept |= {"early_stopping_patience": 9}
     more = {"total_episodes": 32, "staleness": 1, **kept, **penalties}
     run_train(inputs.run("dpo", "online_dpo", judged, generation=generation, reward_weights=[2.0], **more))
     run_explain(ExplainConfig(inputs["dpo"], batch=2))
@@ -311,6 +313,7 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(serve.os, "execve", _stop)
         with pytest.raises(StopError):
             serve.run_serve(ServeConfig(inputs["policy"], api_key="0123"))
+        run_doctor(DoctorConfig(inputs["doctor"]))
         vllm_engine._options(VLLMConfig(), on_cpu=True)
         patch.setattr(vllm_engine, "VLLMEngine", _stop)
         patch.setattr(server_generator, "check_server", lambda url, *_: key_of(served.generation))
@@ -427,5 +430,6 @@ def test_what_treats_all_keys_alike_reads_none():
         assert Stage(Path(), "x", config, {}).identity["config"]["nothing"] == 0
         assert config.num_optimizer_steps > 0  # by a test, not by the package
     assert on_meta(Planted, found) == ["nothing"]
-    assert {"learning_rate", "bf16"} <= set(on_meta(OnlineConfig, found))  # its own, and one that it shares
-    assert "num_epochs" in on_meta(OnlineConfig, found)
+    assert {"batches", "bf16"} <= set(on_meta(SizesConfig, found))  # its own, and one that it shares
+    assert "num_epochs" in on_meta(SizesConfig, found)
+    assert "optimizer" in on_meta(OnlineConfig, found)

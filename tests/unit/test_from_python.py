@@ -136,7 +136,7 @@ def test_passes_over_the_prompts_decide_the_length(make_policy, tokenizer, promp
 
 
 def test_the_length_is_said_once(make_args):
-    with pytest.raises(ConfigError, match="num_train_epochs: got 1.0; must be null with total_episodes 48"):
+    with pytest.raises(ConfigError, match=r"num_train_epochs: got 1\.0; must be null with total_episodes 48"):
         make_args(num_train_epochs=1)
     assert make_args().with_rows(20) == make_args()
 

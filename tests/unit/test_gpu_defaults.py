@@ -17,6 +17,7 @@ from transformers import MambaConfig
 from async_rlhf import GRPOConfig, OnlineDPOConfig
 from async_rlhf.commands.stage import Stage
 from async_rlhf.config import ConfigError, GenerationConfig, RayConfig
+from async_rlhf.config.sizes import PassLimits
 from async_rlhf.config.stages import SFTConfig
 from async_rlhf.models import gpu_defaults
 from async_rlhf.models.gpu_defaults import decided, packs_rows, with_gpu_defaults
@@ -54,7 +55,7 @@ def test_a_gpu_takes_16_bits_and_packs_as_many_tokens_as_the_largest_pass_of_row
     caplog.set_level(logging.INFO, "async_rlhf")
     config = with_gpu_defaults(GRPOConfig(**SIZES), new_policy(), GPU)
     assert values(config) == (True, *ROWS.values(), "bfloat16")
-    assert (config.batch_size, config.rows_of_pass(1)) == (GRPOConfig(**SIZES).batch_size, 8)
+    assert (config.batch_size, config.training_limits.rows(config.max_length)) == (GRPOConfig(**SIZES).batch_size, 8)
     told = 'cuda:0 decides: bf16 true, max_tokens_per_pass 352, annotate_max_tokens 2816, generation.dtype "bfloat16"; '
     assert caplog.messages == [told + "what you set is left as it is"]
     assert with_gpu_defaults(config, new_policy(), GPU) == config
@@ -119,7 +120,7 @@ def test_stages_take_the_same(gpu):
     config = SFTConfig(train="x", output_dir="y", max_length=50)
     assert values(with_gpu_defaults(config, None, GPU)) == (True, 32 * 50)
     own = with_gpu_defaults(config, None, GPU).for_learner(100, "z")
-    assert (own.in_bfloat16, own.tokens_of_pass, own.most_units) == (True, 1600, None)
+    assert (own.in_bfloat16, own.training_limits) == (True, PassLimits(None, 1600))
     assert own.batch_size == config.for_learner(100, "z").batch_size == 32
     assert values(with_gpu_defaults(config, None, torch.device("cpu"))) == (False, None)
 

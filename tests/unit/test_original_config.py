@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -383,6 +384,7 @@ def test_every_key_is_known_and_explained(command, algorithm):
     assert (len(keys), xxh32(" ".join(sorted(keys)).encode()).hexdigest()) == ALL_KEYS[command]
     words = ["--algorithm", algorithm] if command == "train" else []
     values = {key: VALID.get(key, SAMPLES[KEYS[command][key].kind]) for key in sorted(keys)} | SMALLEST[command]
+    values = deepcopy(values)  # of one list for several keys YAML would write aliases
     if command == "train":
         values["rloo_k"] = 2
     rows = {row.key: row for row in translated(command, values, *words).rows}

@@ -146,7 +146,7 @@ def test_its_pairs_are_two_rows_of_a_pass(folder, make_policy, tokenizer, prompt
     """For the planner, for the memory of a learner, and not only in the built-in configurations."""
     recipe = parse(RunConfig, "train", ["--config", "run.yml"])[0]
     simpo = find("simpo.py:SIMPO")
-    assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).train_rows == 2 * recipe.train.most_units
+    assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).train_rows == 2 * recipe.train.training_limits.units
     asked = []
     monkeypatch.setattr("async_rlhf.run.build.with_sizes", lambda config, *rest: asked.append(rest) or config)
     rows, said = [{"query": f"q{i}"} for i in range(8)], "Algorithm.rows_per_unit of simpo: got 1; must be 2"

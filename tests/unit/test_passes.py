@@ -206,13 +206,13 @@ def test_without_any_limit_there_is_one_pass():
 
 def test_sizes_that_are_not_given_do_not_limit_a_pass_that_tokens_limit(tmp_path):
     plain = new_args(tmp_path, per_device_train_batch_size=None, total_episodes=64)
-    assert (plain.most_units, plain.most_annotated, plain.batch_size) == (8, 64, 16)
+    assert (plain.training_limits.units, plain.annotation_limits.units, plain.batch_size) == (8, 64, 16)
     tokens = new_args(
         tmp_path, per_device_train_batch_size=None, total_episodes=64, max_tokens_per_pass=512, annotate_max_tokens=2048
     )
-    assert (tokens.most_units, tokens.most_annotated, tokens.batch_size) == (None, None, 16)
+    assert (tokens.training_limits.units, tokens.annotation_limits.units, tokens.batch_size) == (None, None, 16)
     given_too = new_args(tmp_path, max_tokens_per_pass=512, annotate_max_tokens=2048, annotate_batch_size=16)
-    assert (given_too.most_units, given_too.most_annotated) == (4, 16)
+    assert (given_too.training_limits.units, given_too.annotation_limits.units) == (4, 16)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_what_an_update_holds_counts_weights_moments_frozen_models_and_the_large
     parallel.ranks = SimpleNamespace(count=2)  # with DDP's buckets
     assert budget.bytes_of_update(config, [policy], [], parallel, 2, False) == alone + held / 4
     more = replace(config, per_device_train_batch_size=4)
-    rows = config.rows_of_pass(2), more.rows_of_pass(2)
+    rows = tuple(one.training_limits.rows(config.max_length, 2) for one in (config, more))
     assert rows == (4, 8)
     passes = [memory(policy).bytes(number * config.max_length) for number in rows]
     assert alone <= held + passes[0]

@@ -228,7 +228,7 @@ def test_pairs_of_one_prompt(tmp_path):
     run_pairs(replace(config, max_pairs=5, overwrite=True))
     assert len(load_rows(config.output)) == 5
     with pytest.raises(
-        ConfigError, match=r"margin: got 5.0; the 4 prompts of 16 rows have no two ratings that differ by"
+        ConfigError, match=r"margin: got 5\.0; the 4 prompts of 16 rows have no two ratings that differ by"
     ):
         run_pairs(replace(config, margin=5, overwrite=True))
     alone = rating_pairs(tmp_path, [{"prompt": f"p{i}", "completion": "c", "score": i} for i in range(4)])

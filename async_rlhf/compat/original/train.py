@@ -12,9 +12,9 @@ from async_rlhf.compat.original import common
 from async_rlhf.compat.original.common import ALGORITHM, Row, Translation, one_of
 from async_rlhf.compat.original.keys import HERE, MAPPED, THERE
 from async_rlhf.config.base import ConfigError, require
-from async_rlhf.config.online import ANNOTATED_ROWS
 from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.parsing import variable_of
+from async_rlhf.config.sizes import ANNOTATED_ROWS
 
 _OF_DPO = ("single", "loss_type", "beta", "save_generations", "sync")
 _OF_PPO = ("vf_coef", "lam", "gamma", "cliprange_value", "whiten_rewards")

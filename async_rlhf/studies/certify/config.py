@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from async_rlhf.config.base import REQUIRED, above, at_least, at_most, below, configuration, key, require
-from async_rlhf.config.common import SEED
+from async_rlhf.config.common import SeededConfig
 from async_rlhf.studies.sweep.config import ManyRunsConfig
 
 
 @configuration(kw_only=True)
-class CertifyConfig(ManyRunsConfig):
+class CertifyConfig(SeededConfig, ManyRunsConfig):
     """Whether staleness costs reward: pairs of runs until that is decided: ``async-rlhf certify``.
 
     Pairs that are done are not done again, so an interrupted certificate continues where it stopped.
@@ -32,7 +32,7 @@ class CertifyConfig(ManyRunsConfig):
     """Non-inferior is only what breaks down in fewer pairs than this share. A smaller one takes more pairs."""
     max_pairs: int = key(60, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
     """Pairs after which the certificate ends undecided. It may be raised later: the error rates hold for any number."""
-    seed: int = key(0, *SEED, main="test")
+    seed = key(0, main="test")
     """Of the first pair; the next has the next number. It decides prompts and sampling of both runs, and is added to
     held_out.seed, with which both answer the held-out prompts."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from async_rlhf.config.base import FOLDER, Checked, Rule, above, at_least, at_most, configuration, inside, key, require
-from async_rlhf.config.common import SEED
+from async_rlhf.config.common import SeededConfig
 from async_rlhf.config.online import MAX_STALENESS
 
 _SHARE = Rule(lambda x: 0 < x <= 1, "must be above 0 and at most 1, a share")
@@ -229,7 +229,7 @@ class WorkloadConfig(Checked):
 
 
 @configuration
-class PlanConfig(Checked):
+class PlanConfig(SeededConfig):
     """Predict the speed of a run, and the best split of its devices: ``async-rlhf plan``.
 
     The times come from one of three sources: an earlier run (``run`` names its folder), ``seconds``, or the sizes in
@@ -259,8 +259,6 @@ class PlanConfig(Checked):
     """Choices whose times differ by a smaller share are equal; the one with the smallest S is proposed."""
     rows: int = key(8, at_least(1), role="log")
     """How many of the fastest splits to show."""
-    seed: int = key(0, *SEED)
-    """Seed of the variation."""
     output_dir: str | None = key(None, *FOLDER, role="place", main="output")
     """Where plan.json goes, and trace.json, the proposed schedule as ui.perfetto.dev shows it; null for nowhere."""
     seconds: SecondsConfig = key(SecondsConfig)

@@ -214,7 +214,7 @@ def _gold_falls(evaluation: Evaluation, runs: Sequence[ReadRun]) -> Iterator[War
             yield Warned(
                 "The gold reward is past its peak",
                 f"It was {golds[best]['estimate']:.3f} at batch {best} and is {golds[last]['estimate']:.3f} at batch "
-                f"{last}: the policy exploits the reward that trains it. Use checkpoint-{best}, or stop_at.",
+                f"{last}: the policy exploits the reward that trains it. Use checkpoint-{best}, or stop early.",
                 run=run.name,
             )
 

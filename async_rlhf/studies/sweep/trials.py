@@ -7,15 +7,14 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from async_rlhf.config import ConfigError, EvaluateConfig
-from async_rlhf.config.base import REQUIRED, configuration, dotted, key, require
-from async_rlhf.config.common import RepeatableConfig
+from async_rlhf.config.base import REQUIRED, dotted, key, require
 from async_rlhf.config.parsing import parse
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.sweep.config import ManyRunsConfig, SweepConfig
@@ -32,14 +31,16 @@ RESERVED = {
 _LONGEST_NAME = 120
 
 
-@configuration(kw_only=True)
-class Trial(RepeatableConfig):
+@dataclass(frozen=True, kw_only=True)
+class Trial:
     """One run of many, and how its policy is judged."""
 
     held_out: EvaluateConfig
     """How it is judged, without the policies."""
     folder: str = key(REQUIRED, role="place")
     """Where everything of it goes."""
+    overwrite: bool = key(False, role="place")
+    """Do it again even if it is done already."""
     name: str
     """Of its folder."""
     setting: dict[str, str]

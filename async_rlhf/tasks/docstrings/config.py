@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from async_rlhf.config.base import FOLDER, REQUIRED, above, at_least, at_most, configuration, key
-from async_rlhf.config.common import SEED, RepeatableConfig
+from async_rlhf.config.common import RepeatableConfig, SeededConfig
 
 
-@configuration(kw_only=True)
-class HarvestConfig(RepeatableConfig):
+@configuration
+class HarvestConfig(SeededConfig, RepeatableConfig):
     """What the data are made of."""
 
+    out: str = key(REQUIRED, *FOLDER, role="place")
+    """The folder for everything."""
     source: list[str] = key([])
     """Packages or paths to harvest; none takes the standard library and the installed dependencies."""
-    seed: int = key(0, *SEED)
+    seed = key(0)
     """Seed of everything that is drawn, such as the split into train, preference and held-out."""
 
 
@@ -23,7 +25,7 @@ class DocstringsConfig(HarvestConfig):
     Signatures of functions are the prompts, the summary lines of their docstrings are the completions.
     """
 
-    out: str = key(REQUIRED, *FOLDER, role="place")
+    out = key(REQUIRED)
     """The folder to write sft.jsonl, rl.jsonl, preference_prompts.jsonl and heldout.jsonl to."""
     max_functions: int | None = key(None, at_least(100))
     """Use only this many functions, drawn with the seed; null for all."""
@@ -37,7 +39,6 @@ class QuickstartConfig(HarvestConfig):
     Finished stages are skipped, so an interrupted quickstart continues where it stopped.
     """
 
-    out: str = key("runs/quickstart", *FOLDER, role="place")
-    """The folder for everything."""
+    out = key("runs/quickstart")
     scale: float = key(1.0, above(0), at_most(1000, "the built-in data are soon used up"))
     """Multiplies the amount of work; below 1 for a quick look, above for better models."""
