@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from async_rlhf.algorithms.policy import kl_loss, kl_penalties, penalty_needs
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, configuration, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.config.online import KLConfig
 from async_rlhf.config.policy import KLPenaltyConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
@@ -22,7 +22,7 @@ class OnlineBoKConfig(KLPenaltyConfig):
         super().check()
         right = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
         self.require(not self.kl.corrected, "kl.corrected", right)
-        self.keeps("samples_per_prompt", at_least(2))
+        self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")
 
 
 def best_of_k(experience: Experience, config: OnlineBoKConfig) -> Experience:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from async_rlhf.algorithms.policy import credited, policy_loss, ratio_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import above, at_most, configuration, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.config.online import KLConfig
 from async_rlhf.config.policy import GroupConfig
 from async_rlhf.types import Experience
@@ -75,7 +75,7 @@ class CISPOConfig(GRPOConfig):
     kl = key(_no_penalty)
     surrogate = key("cispo")
     normalization = key("token")
-    cliprange = key(1.0, above(0), at_most(1))
+    cliprange = key(1.0, gt=0, le=1)
     """The weight is at least 1 - cliprange; with 1 there is no such bound."""
     cliprange_high = key(4.0)
     """And at most 1 + this (Khatri et al., arXiv 2510.13786, find 4 to 8 alike); null for cliprange."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, configuration, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.config.online import IN_LOSS, OnlineConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
@@ -15,7 +15,7 @@ from async_rlhf.types import Experience, LossOutput, PolicyOutput
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792) and IPO (arXiv 2310.12036) on the best and the worst of K samples."""
 
-    beta: float = key(0.1, above(0), IN_LOSS, main="training")
+    beta: float = key(0.1, gt=0, main="training", **IN_LOSS)
     """Strength of the implicit KL penalty: smaller lets the policy move further. It applies to log-probabilities at
     generation.temperature, whose differences are larger than those at temperature 1."""
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -26,12 +26,12 @@ class OnlineDPOConfig(OnlineConfig):
     """How stale samples count: "none" takes all pairs alike; the others weigh a pair by the product of its completions'
     weights, without gradient. "importance": pi / mu of the completion. "wpo" (arXiv 2406.11827): the geometric mean of
     pi / mu over its tokens; the paper, which does not know mu, divides by what pi itself would have drawn."""
-    pair_weight_cap: float = key(2.0, at_least(1))
+    pair_weight_cap: float = key(2.0, ge=1)
     """Upper bound of a completion's weight."""
 
     def check(self) -> None:
         super().check()
-        self.keeps("samples_per_prompt", at_least(2))
+        self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")
         default = type(self).__dataclass_fields__["pair_weight_cap"].default
         used = self.pair_weights != "none" or self.pair_weight_cap == default
         self.require(used, "pair_weight_cap", 'must be left out with pair_weights "none"')

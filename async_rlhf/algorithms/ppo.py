@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from async_rlhf.algorithms.policy import policy_loss, ratio_needs, rest_of_score, rewards_of_tokens, weighted_sums
 from async_rlhf.algorithms.record import Algorithm, Needs
-from async_rlhf.config.base import above, at_least, configuration, inside, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.config.common import LEARNING_RATE
 from async_rlhf.config.online import IN_LOSS
 from async_rlhf.config.policy import DiscountConfig
@@ -19,7 +19,7 @@ class PPOConfig(DiscountConfig):
 
     samples_per_prompt = key(1)
     """K, completions per prompt; PPO needs only one."""
-    lam: float = key(0.95, inside("[0, 1]"))
+    lam: float = key(0.95, ge=0, le=1)
     """Lambda of generalised advantage estimation (arXiv 1506.02438)."""
     whiten_advantages: bool = True
     """Give the advantages of a batch mean 0 and standard deviation 1 over its tokens."""
@@ -27,14 +27,14 @@ class PPOConfig(DiscountConfig):
     """Scale the rewards of a batch's tokens (KL penalties, and the score at the last token) to standard deviation 1
     around their mean, which stays, before advantages and returns are computed. A KL penalty is scaled with the rest, so
     its weight against the score stays."""
-    vf_coef: float = key(0.1, at_least(0), IN_LOSS)
+    vf_coef: float = key(0.1, ge=0, **IN_LOSS)
     """Weight of the value loss."""
-    cliprange_value: float = key(0.2, above(0))
+    cliprange_value: float = key(0.2, gt=0)
     """How far the value may move from its old estimate within one batch."""
     shared_trunk: bool = False
     """False trains a value model of its own, which starts from the reward model; true puts a value head on the
     policy."""
-    value_learning_rate: float | None = key(None, *LEARNING_RATE)
+    value_learning_rate: float | None = key(None, **LEARNING_RATE)
     """Learning rate of the value model or head, which often needs a higher one; null for learning_rate."""
     bootstrap_truncated: bool = False
     """Treat response_length as a time limit that is not part of the task: for a completion that did not end by itself,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from async_rlhf.algorithms import policy
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, configuration, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.config.online import KLConfig
 from async_rlhf.config.policy import DiscountConfig, GroupConfig, OffPolicyConfig
 from async_rlhf.types import Experience
@@ -42,7 +42,7 @@ class ReinforcePPConfig(DiscountConfig):
     def check(self) -> None:
         super().check()
         if self.baseline == "group":
-            self.keeps("samples_per_prompt", at_least(2))
+            self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")
 
 
 def rloo_credit(experience: Experience, config: RLOOConfig) -> Experience:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from async_rlhf.config import ConfigError
-from async_rlhf.config.base import Checked, at_least, at_most, configuration, key
+from async_rlhf.config.base import Checked, configuration, key
 from async_rlhf.generation.worker_count import WorkerCount
 from async_rlhf.run.folder import refuse_second
 from async_rlhf.system.lock import InUseError
@@ -22,7 +22,7 @@ class WorkersConfig(Checked):
 
     run: str
     """The output folder of a run that is training now."""
-    workers: int | None = key(None, at_least(1), at_most(1024, "each is a process"))
+    workers: int | None = key(None, ge=1, le=1024, why="each is a process")
     """How many it shall have from now on, until it ends; null changes nothing."""
 
 

@@ -109,6 +109,11 @@ class Rule(NamedTuple):
 def key(
     default: Any,
     *rules: Rule,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    why: str = "",
     role: Role | None = None,
     may_change: str = "",
     must_stay: str = "",
@@ -120,7 +125,12 @@ def key(
 
     Args:
         default: REQUIRED for none; for a group its class, or a function that makes it.
-        rules: conditions on the value. Those on several keys belong in :meth:`Checked.check`.
+        rules: conditions on the value that pydantic has not. Those on several keys belong in :meth:`Checked.check`.
+        ge: the value is at least this.
+        gt: it is above this.
+        le: it is at most this.
+        lt: it is below this.
+        why: why it is at most so much, for the error.
         role: what the key decides; "result" if nothing is said.
         may_change: why a run may be resumed with another value although the key decides the result.
         must_stay: why a run may not be resumed with another value although the key does not decide the result.
@@ -128,8 +138,10 @@ def key(
         without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
         names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`.
     """
-    said = {"rules": rules, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
-    known = {word: meant for word, meant in {**said, "names": names}.items() if meant}
+    said = {"rules": rules, "why": why, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
+    known: dict[str, Any] = {word: meant for word, meant in {**said, "names": names}.items() if meant}
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}  # pydantic reads them in a field's metadata
+    known |= {bound: limit for bound, limit in bounds.items() if limit is not None}
     if without_gpu is not MISSING:
         known["without_gpu"] = without_gpu
     if callable(default):
@@ -139,31 +151,21 @@ def key(
     return dataclasses.field(default=default, metadata=known)
 
 
-def at_least(minimum: float) -> Rule:
-    """The value must not be smaller."""
-    return Rule(lambda value: value >= minimum, f"must be at least {minimum}")
+_BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {:,}", "lt": "below {}"}
 
 
-def above(bound: float) -> Rule:
-    """The value must be larger."""
-    return Rule(lambda value: value > bound, f"must be above {bound}")
+def right_of(bound: str, known: Mapping[str, Any]) -> str:
+    """What is right by one of the bounds that :func:`key` was given."""
+    why = f": {known['why']}" if "why" in known and bound in ("le", "lt") else ""
+    return f"must be {_BOUNDS[bound].format(known[bound])}{why}"
 
 
-def at_most(maximum: float, why: str = "") -> Rule:
-    """The value must not be larger; ``why`` is for the error."""
-    return Rule(lambda value: value <= maximum, f"must be at most {maximum:,}{why and f': {why}'}")
-
-
-def below(bound: float, why: str = "") -> Rule:
-    """The value must be smaller."""
-    return Rule(lambda value: value < bound, f"must be below {bound}{why}")
-
-
-def inside(interval: str, why: str = "") -> Rule:
-    """The value must be in an interval such as "[0, 1]", or "[0, 1)" without its end."""
-    low, high = map(float, interval[1:-1].split(","))
-    closed = interval.endswith("]")
-    return Rule(lambda x: low <= x < high or (closed and x == high), f"must be in {interval}{why}")
+def rights_of(known: Mapping[str, Any]) -> list[str]:
+    """What is right by all that :func:`key` was given."""
+    return [
+        *(right_of(bound, known) for bound in _BOUNDS if bound in known),
+        *(r.right for r in known.get("rules", ())),
+    ]
 
 
 def _no_file(value: str) -> bool:
@@ -246,7 +248,9 @@ def _define_again(kind: type) -> None:
         if above is None or name in kind.__annotations__:
             continue
         item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
-        item.metadata, item.kw_only = {**before.metadata, **item.metadata}, before.kw_only
+        again = {*_BOUNDS, "why"} if item.metadata.keys() & _BOUNDS.keys() else set[str]()
+        kept = {word: meant for word, meant in before.metadata.items() if word not in again}
+        item.metadata, item.kw_only = {**kept, **item.metadata}, before.kw_only
         setattr(kind, name, item)
         kind.__annotations__[name] = hints_of(above)[name]
 
@@ -261,7 +265,7 @@ def _checked(kind: Any) -> Any:
     return configuration(type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__}))
 
 
-def _of_key(kind: type, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
+def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
     """The first of pydantic's errors as one of ours."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
@@ -269,9 +273,9 @@ def _of_key(kind: type, error: ValidationError, arguments: Sequence[Any], named:
         return cause
     if not first["loc"]:
         return TypeError(f"{kind.__name__}: {first['msg']}")
-    place, names = first["loc"][0], [item.name for item in dataclasses.fields(typing.cast(Any, kind))]
+    place, names = first["loc"][0], [item.name for item in dataclasses.fields(kind)]
     if isinstance(place, int):
-        positional = [item.name for item in dataclasses.fields(typing.cast(Any, kind)) if not item.kw_only]
+        positional = [item.name for item in dataclasses.fields(kind) if not item.kw_only]
         if place >= len(positional):
             return TypeError(f"{kind.__name__} takes {len(positional)} values without names; got {len(arguments)}")
         name, value = positional[place], arguments[place]
@@ -283,9 +287,10 @@ def _of_key(kind: type, error: ValidationError, arguments: Sequence[Any], named:
         return ConfigError(f"{name}: must be given")
     if first["type"] == "multiple_argument_values":
         return TypeError(f"{kind.__name__}: {name} is given twice")
-    return ConfigError(
-        f"{name}: got {HIDDEN if is_secret(name) else shown(value)}; must be {spelt(hints_of(kind)[name])}"
-    )
+    bound = next((bound for bound in _BOUNDS if bound in first.get("ctx", {})), None)
+    known = kind.__dataclass_fields__[name].metadata
+    right = f"must be {spelt(hints_of(kind)[name])}" if bound is None else right_of(bound, known)
+    return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {right}")
 
 
 class Checked:
@@ -307,7 +312,12 @@ class Checked:
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")
             problem = next(filter(None, map(problem_of_text, _texts(value))), None)
             require(problem is None, item.name, value, str(problem))
-            self.keeps(item.name, *item.metadata.get("rules", ()))
+            for rule in item.metadata.get("rules", ()) if value is not None else ():
+                try:
+                    holds, right = rule.holds(value), rule.right
+                except (OSError, RuntimeError) as error:  # a path that is too long, circular links
+                    holds, right = False, f"must name a folder: {error}"
+                self.require(holds, item.name, right)
         self.check()
 
     @classmethod
@@ -323,22 +333,11 @@ class Checked:
         if not condition:
             require(False, f"{self._group}{name}", attrgetter(name)(self), right)
 
-    def keeps(self, name: str, *rules: Rule) -> None:
-        """Require the key to be null or to keep the rules. Raises :class:`ConfigError`."""
-        value = getattr(self, name)
-        for rule in rules if value is not None else ():
-            try:
-                holds, right = rule.holds(value), rule.right
-            except (OSError, RuntimeError) as error:  # a path that is too long, circular links
-                holds, right = False, f"must name a folder: {error}"
-            require(holds, f"{self._group}{name}", value, right)
-
     def leaves_out(self, names: Iterable[str], why: str, group: str = "") -> None:
         """Require keys, dotted or not, to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
         for name in names:
             value, default = attrgetter(name)(self), default_of(self, name)
-            left_out = value == default or (isinstance(value, tuple) and [*value] == default)
-            require(left_out, f"{group}{name}", value, f"must be left out {why}")
+            require(value == default, f"{group}{name}", value, f"must be left out {why}")
 
 
 def fields_of(kind: Any) -> list[dataclasses.Field[Any]]:

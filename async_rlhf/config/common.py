@@ -8,19 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from async_rlhf.config.base import (
-    DEVICE,
-    FOLDER,
-    REQUIRED,
-    SUMS,
-    Checked,
-    Rule,
-    above,
-    at_least,
-    at_most,
-    configuration,
-    key,
-)
+from async_rlhf.config.base import DEVICE, FOLDER, REQUIRED, SUMS, Checked, Rule, configuration, key
 from async_rlhf.config.episodes import World
 from async_rlhf.config.parallel import ParallelConfig, SharedConfig
 from async_rlhf.config.rewards import check_functions
@@ -32,7 +20,7 @@ SCORE = "score"
 MAX_COEFFICIENT = 1e15
 STAYS = "what a weight or a penalty multiplies has to stay a number of 32 bits"
 _RATE_LEAVES = "AdamW moves every weight by about the rate at each step, which leaves no model"
-LEARNING_RATE = (above(0), at_most(10.0, _RATE_LEAVES))
+LEARNING_RATE: dict[str, Any] = {"gt": 0, "le": 10.0, "why": _RATE_LEAVES}
 _WORDS = ("auto", "on_gpu")
 TOKENS = Rule(lambda tokens: tokens in _WORDS or tokens >= 1, 'must be "auto", "on_gpu", or at least 1')
 TokensOnGPU = int | Literal["auto", "on_gpu"] | None
@@ -69,7 +57,7 @@ class OfRunConfig(Checked):
 class SeededConfig(Checked):
     """Work that draws random numbers."""
 
-    seed: int = key(0, at_least(0), at_most(2**32 - 1, "numpy's generators take no larger"))
+    seed: int = key(0, ge=0, le=2**32 - 1, why="numpy's generators take no larger")
     """Seed of all that is drawn."""
 
 
@@ -143,17 +131,17 @@ class OnRanksConfig(ChattingConfig):
 class TrainingConfig(SeededConfig, OnRanksConfig):
     """Training by the learner, online or supervised."""
 
-    learning_rate: float = key(3e-6, *LEARNING_RATE, main="training")
+    learning_rate: float = key(3e-6, main="training", **LEARNING_RATE)
     """Peak rate of the optimiser."""
-    gradient_accumulation_steps: int = key(1, at_least(1))
+    gradient_accumulation_steps: int = key(1, ge=1)
     """Passes of one optimiser step."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
         "linear"
     )
     """transformers' schedule of that name, stepped once after every optimiser step."""
-    warmup_steps: int = key(0, at_least(0))
+    warmup_steps: int = key(0, ge=0)
     """Optimiser steps of linear warm-up."""
-    weight_decay: float = key(0.0, at_least(0), at_most(MAX_COEFFICIENT, STAYS))
+    weight_decay: float = key(0.0, ge=0, le=MAX_COEFFICIENT, why=STAYS)
     """Weight decay of AdamW; biases and normalisation weights, which have one dimension, do not decay."""
     max_tokens_per_pass: TokensOnGPU = key("on_gpu", TOKENS, without_gpu=None)
     """Tokens of one forward and backward pass at most: real ones where rows are packed, else with their padding. A
@@ -200,15 +188,15 @@ class CompletionsConfig(Checked):
 
     temperature: float = key(0.7, *TEMPERATURE)
     """Temperature of the sampling distribution. All log-probabilities are those of the scaled distribution."""
-    response_length: int = key(53, at_least(1), at_most(10**7, "no model reads more tokens"), main="sizes")
+    response_length: int = key(53, ge=1, le=10**7, why="no model reads more tokens", main="sizes")
     """Most new tokens of a completion, the stop token included."""
-    batch_size: int = key(512, at_least(1))
+    batch_size: int = key(512, ge=1)
     """Most completions decoded together."""
-    top_p: float = key(1.0, above(0), at_most(1))
+    top_p: float = key(1.0, gt=0, le=1)
     """Sample only from the likeliest tokens that have this probability together; 1 samples from all. The
     log-probabilities of what was sampled are then those of the truncated distribution, and so is a KL; a policy that is
     trained stays the whole one."""
-    top_k: int = key(0, at_least(0), at_most(10**7, "no vocabulary has more tokens"))
+    top_k: int = key(0, ge=0, le=10**7, why="no vocabulary has more tokens")
     """Sample only from this many of the likeliest tokens; 0 samples from all."""
 
 
@@ -216,14 +204,14 @@ class CompletionsConfig(Checked):
 class EpisodesConfig(Checked):
     """How long an episode with an environment, tools or an agent may be."""
 
-    max_turns: int | None = key(None, at_least(1), at_most(10**6, "no episode has more"))
+    max_turns: int | None = key(None, ge=1, le=10**6, why="no episode has more")
     """Most answers of the policy in an episode, each of at most response_length tokens; an episode that goes on is cut
     off there. Must be given with an environment, tools or an agent, and null without."""
-    episode_length: int | None = key(None, at_least(1), at_most(10**7, "no model reads more tokens"))
+    episode_length: int | None = key(None, ge=1, le=10**7, why="no model reads more tokens")
     """Most tokens of an episode, or of one conversation of an agent, after its prompt, with what the environment says;
     null for what the model's positions leave beside the longest prompt, but at most 4096, or max_turns times
     response_length if that is more."""
-    step_timeout: float | None = key(60.0, above(0), may_change="the machine may be slower")
+    step_timeout: float | None = key(60.0, gt=0, may_change="the machine may be slower")
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: a run then does what reward_errors says."""
 
@@ -257,7 +245,7 @@ class WorldConfig(Checked):
 class FirstWordsConfig(Checked):
     """Rows of plain text."""
 
-    prompt_words: int | None = key(None, at_least(1))
+    prompt_words: int | None = key(None, ge=1)
     """For rows of plain `text`: its first so many words are the prompt, the rest is the response; rewards get both as
     `query_reference_response`. Texts with no more words are dropped, and counted."""
 
@@ -319,9 +307,9 @@ class SamplingConfig(CompletionsConfig, PromptsConfig, SeededConfig, RepeatableC
     response_length = key(53, main="sampling")
     batch_size = key(256)
     seed = key(0, main="sampling")
-    max_prompts: int | None = key(None, at_least(1), main="sampling")
+    max_prompts: int | None = key(None, ge=1, main="sampling")
     """Take only this many prompts; null for all."""
-    max_prompt_length: int | None = key(None, at_least(1))
+    max_prompt_length: int | None = key(None, ge=1)
     """Prompts with more tokens are dropped, and counted; null for 512, or less if a model has not so many positions
     besides those of the response."""
 
@@ -356,13 +344,13 @@ class RewardTokensConfig(RewardedConfig):
 class AnyVLLMConfig(Checked):
     """What vLLM takes, in a process of a run or in a server."""
 
-    gpu_memory_utilization: float = key(0.9, above(0), at_most(1), role="speed")
+    gpu_memory_utilization: float = key(0.9, gt=0, le=1, role="speed")
     """Share of each GPU's memory that vLLM may take in all."""
-    kv_cache_gb: float | None = key(None, above(0), role="speed")
+    kv_cache_gb: float | None = key(None, gt=0, role="speed")
     """GiB for keys and values; null takes what gpu_memory_utilization leaves, and 1 on a CPU."""
     options: dict[str, Any] = key({})
     """More arguments of vLLM (``vllm.LLM``, or of a server ``vllm serve``), by name."""
-    tensor_parallel_size: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place")
+    tensor_parallel_size: int = key(1, ge=1, le=1024, why="each is a process", role="place")
     """GPUs that share the model of one generator or server; must divide the heads of its attention. Generators take
     GPUs that the learner does not use, so many each; an inline one takes the first GPUs. On a CPU, processes that share
     its threads."""

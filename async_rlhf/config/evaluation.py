@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Literal
 
-from async_rlhf.config.base import at_least, configuration, key, require
+from async_rlhf.config.base import configuration, key, require
 from async_rlhf.config.common import (
     EpisodesConfig,
     HeldOutShareConfig,
@@ -95,7 +95,7 @@ class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
     penalties: Literal["training"] | None = None
     """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for
     length, by the run.yml beside them; null leaves penalties out, and says what they would change."""
-    num_samples: int = key(10, at_least(0), main="judging")
+    num_samples: int = key(10, ge=0, main="judging")
     """Prompts shown side by side."""
     track: bool = key(True, role="log")
     """With run, log the results of its checkpoints in its own runs of W&B and TensorBoard, each at its batch; report_to

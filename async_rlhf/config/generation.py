@@ -6,20 +6,7 @@ import ipaddress
 from typing import Literal
 from urllib.parse import urlsplit
 
-from async_rlhf.config.base import (
-    DEVICE,
-    EACH_ONCE,
-    REQUIRED,
-    SUMS,
-    Rule,
-    above,
-    at_least,
-    at_most,
-    below,
-    configuration,
-    key,
-    require,
-)
+from async_rlhf.config.base import DEVICE, EACH_ONCE, REQUIRED, SUMS, Rule, configuration, key, require
 from async_rlhf.config.common import AnyVLLMConfig, CompletionsConfig, EpisodesConfig, ModelCodeConfig
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, is_masked
@@ -54,7 +41,7 @@ class VLLMConfig(AnyVLLMConfig):
     """Options of vLLM, for ``engine: vllm`` in the placements "inline" and "process"; servers have their own."""
 
     tensor_parallel_size = key(1, must_stay=SUMS)
-    block_size: int | None = key(None, at_least(1))
+    block_size: int | None = key(None, ge=1)
     """Tokens per block of keys and values, the unit of prefix caching; null for vLLM's choice."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its K completions."""
@@ -85,9 +72,9 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
     """ "inline" samples in the learner's process, in turn with training: with staleness above 0 the run computes the
     same as "process", but nothing overlaps, which suits many small runs at a time; "process" samples in separate
     processes; "server" in vLLM servers reached by URL; "auto" is inline for staleness 0, else process."""
-    workers: int = key(1, at_least(1), at_most(1024, "each is a process"))
+    workers: int = key(1, ge=1, le=1024, why="each is a process")
     """Generator processes; each samples the next prompts of a batch when it is free."""
-    prompts_per_request: int | None = key(None, at_least(1))
+    prompts_per_request: int | None = key(None, ge=1)
     """How many prompts a worker or server is asked for at a time; a free one takes the next. null makes as many
     requests of each batch as there are workers or servers. Fewer prompts keep workers busy that differ in speed; more
     share one pass. With the engine "transformers" rounding depends on what is decoded together, so this is part of the
@@ -123,22 +110,22 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", without_gpu="float32")
     """Type of the generator's weights, and so of the published snapshots. Inline generation uses the learner's own.
     "auto" is bfloat16 where the learner computes in it on a GPU, else float32."""
-    num_threads: int | None = key(None, at_least(1), role="speed", must_stay=SUMS)
+    num_threads: int | None = key(None, ge=1, role="speed", must_stay=SUMS)
     """CPU threads of each generator process; null shares the cores evenly with the learner."""
-    max_restarts: int = key(3, at_least(0), role="speed")
+    max_restarts: int = key(3, ge=0, role="speed")
     """How often dead generator processes are restarted before the run stops."""
-    timeout: float = key(1800.0, above(0), role="speed")
+    timeout: float = key(1800.0, gt=0, role="speed")
     """The run stops with an error after this many seconds without an answer from a generator process."""
-    heartbeat_timeout: float = key(120.0, above(0), role="speed")
+    heartbeat_timeout: float = key(120.0, gt=0, role="speed")
     """Seconds without a sign of life (a layer of the model computed) after which a generator process that has begun to
     sample is taken to hang: it is killed and restarted."""
-    start_timeout: float = key(900.0, above(0), role="speed")
+    start_timeout: float = key(900.0, gt=0, role="speed")
     """The same for one that has not begun: within this many seconds of its first request it must import its libraries,
     build the model (and, with vLLM, compile it) and load the weights."""
-    probe_steps: int = key(10, at_least(0), role="log")
+    probe_steps: int = key(10, ge=0, role="log")
     """Batches between two probes, which compare log-probabilities of fixed sequences by generator and learner; 0 for
     none. The checksum of every tensor is always compared."""
-    mismatch_samples: int = key(8, at_least(0), role="log")
+    mismatch_samples: int = key(8, ge=0, role="log")
     """Completions of a batch whose log-probabilities the learner also computes, with the weights that sampled them:
     differences then come from the engine, not from the policy's staleness; 0 for none."""
     mismatch_steps: int | Literal["auto"] = key("auto", _STEPS, role="log")
@@ -225,9 +212,9 @@ class ServeConfig(AnyVLLMConfig, ModelCodeConfig):
     """A folder with the policy's config.json, or a hub name (owner/model or owner/model@revision)."""
     host: str = key("127.0.0.1", role="place")
     """Address to listen on; "0.0.0.0" for all. Without a key it must be an address that only this host can reach."""
-    port: int = key(8000, at_least(1), below(65536), role="place")
+    port: int = key(8000, ge=1, lt=65536, role="place")
     """Port to listen on; of several servers the first one's, and each of the others has the next."""
-    replicas: int = key(1, at_least(1), at_most(1024, "each is a process"), role="place")
+    replicas: int = key(1, ge=1, le=1024, why="each is a process", role="place")
     """Servers side by side on this host, each with the whole model and tensor_parallel_size GPUs of its own. A run gets
     all their URLs (``generation.urls``)."""
     api_key: str | None = key(None, _SENDABLE, role="place")
@@ -237,9 +224,9 @@ class ServeConfig(AnyVLLMConfig, ModelCodeConfig):
     """Listen on other addresses without a key; anyone who reaches the port can then load weights and call methods."""
     dtype: Dtype = "bfloat16"
     """Type of the weights; must match ``generation.dtype`` of the run."""
-    max_model_len: int | None = key(None, at_least(1))
+    max_model_len: int | None = key(None, ge=1)
     """Most tokens of prompt and response together; null for the model's own limit."""
-    num_threads: int | None = key(None, at_least(1), role="speed")
+    num_threads: int | None = key(None, ge=1, role="speed")
     """CPU threads of each server; null for vLLM's own choice, or with several processes an equal share of the cores."""
     enforce_eager = key(None, role="speed")
 

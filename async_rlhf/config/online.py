@@ -6,20 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from async_rlhf.config.base import (
-    APART,
-    FOLDER,
-    SUMS,
-    Checked,
-    Rule,
-    above,
-    at_least,
-    at_most,
-    configuration,
-    inside,
-    key,
-    require,
-)
+from async_rlhf.config.base import APART, FOLDER, SUMS, Checked, Rule, configuration, key, require
 from async_rlhf.config.common import MAX_COEFFICIENT, STAYS, TEMPERATURE
 from async_rlhf.config.engines import able, find
 from async_rlhf.config.generation import GenerationConfig
@@ -28,7 +15,7 @@ from async_rlhf.config.sizes import PROMPT_CAP, SizesConfig
 
 MAX_STALENESS = 128
 """Twice the largest that the asynchronous RLHF study tried; a ring of a million snapshots takes a minute to zero."""
-IN_LOSS = at_most(MAX_COEFFICIENT, "the loss has to stay a number of 32 bits")
+IN_LOSS: dict[str, Any] = {"le": MAX_COEFFICIENT, "why": "the loss has to stay a number of 32 bits"}
 _FACTOR = Rule(lambda x: abs(x) <= MAX_COEFFICIENT, f"must be at most {MAX_COEFFICIENT:g} in size: {STAYS}")
 
 
@@ -56,9 +43,9 @@ NonEosPenalty = bool | Literal["replace", "add"]
 class AdapterConfig(Checked):
     """Low-rank adapters by peft (Hu et al., arXiv 2106.09685) instead of training every weight. Dropout stays off."""
 
-    rank: int = key(0, at_least(0))
+    rank: int = key(0, ge=0)
     """Rank of the adapters; 0 trains every weight."""
-    alpha: float = key(32.0, above(0))
+    alpha: float = key(32.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
     target_modules: list[str] = key([])
     """Names of the modules to adapt, linear layers whose weights no other layer shares; empty takes every linear layer
@@ -82,14 +69,15 @@ class LoRAConfig(AdapterConfig):
 
     def check(self) -> None:
         super().check()
-        self.keeps("base_bits", Rule(lambda _: self.rank > 0, "must be null with rank 0, which trains every weight"))
+        right = "must be null with rank 0, which trains every weight"
+        self.require(self.base_bits is None or self.rank > 0, "base_bits", right)
 
 
 @configuration
 class KLConfig(Checked):
     """The penalty that keeps the policy near the reference policy."""
 
-    coef: float = key(0.05, at_least(0), IN_LOSS, main="training")
+    coef: float = key(0.05, ge=0, main="training", **IN_LOSS)
     """The coefficient of the KL penalty; with 0 no reference policy is loaded. This and every other KL here compares
     the distributions at generation.temperature, not at 1."""
     where: Literal["reward", "loss"] = "reward"
@@ -100,10 +88,10 @@ class KLConfig(Checked):
     """In the loss, weight the k3 of each token by pi / mu, where mu sampled it, and let the gradient flow through that
     weight: this gives the gradient of the KL of each token given its prefix. k3 alone does not, least of all with
     samples of older weights (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
-    target: float | None = key(None, above(0), IN_LOSS)
+    target: float | None = key(None, gt=0, **IN_LOSS)
     """Adapt the coefficient to keep the KL of a completion at this value (Ziegler et al., arXiv 1909.08593, section
     2.2); null leaves the coefficient fixed."""
-    horizon: int = key(10_000, at_least(1))
+    horizon: int = key(10_000, ge=1)
     """Completions over which an adapted coefficient changes by at most 20%."""
 
     def check(self) -> None:
@@ -133,9 +121,7 @@ class OnlineConfig(SizesConfig):
     """Delete what an earlier run left there, and nothing else; with false, such files are an error."""
     resume_from: str | None = key(None, role="place", names="folder")
     """Resume from this checkpoint instead."""
-    staleness: int = key(
-        1, at_least(0), at_most(MAX_STALENESS, "S + 1 copies of the weights are held at once"), main="training"
-    )
+    staleness: int = key(1, ge=0, le=MAX_STALENESS, why="S + 1 copies of the weights are held at once", main="training")
     """S. Batch b is sampled by the weights after max(0, b-1-S) batches; 0 is synchronous. With generation.in_flight
     newer weights take over as soon as they are there."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = "adamw"
@@ -143,13 +129,13 @@ class OnlineConfig(SizesConfig):
     "paged_adamw_8bit" in the host's memory where a GPU is full; "adafactor" holds one number for each row and column;
     "muon" trains matrices by Muon, with 4 bytes a parameter, and embeddings, head and vectors by AdamW. All take
     steps about as large as AdamW's at the same learning_rate. All but "adamw" are for one rank and for "ddp"."""
-    adam_beta1: float = key(0.9, inside("[0, 1)"))
+    adam_beta1: float = key(0.9, ge=0, lt=1)
     """Of AdamW."""
-    adam_beta2: float = key(0.999, inside("[0, 1)"))
+    adam_beta2: float = key(0.999, ge=0, lt=1)
     """Of AdamW."""
-    adam_epsilon: float = key(1e-8, above(0), at_most(MAX_COEFFICIENT, STAYS))
+    adam_epsilon: float = key(1e-8, gt=0, le=MAX_COEFFICIENT, why=STAYS)
     """Of AdamW."""
-    max_grad_norm: float = key(1.0, at_least(0))
+    max_grad_norm: float = key(1.0, ge=0)
     """Gradients are clipped to this norm; 0 turns clipping off."""
     fp16: bool = False
     """As bf16, but in float16, for GPUs without bfloat16. The loss is scaled so that small gradients are not lost: a
@@ -192,38 +178,38 @@ class OnlineConfig(SizesConfig):
     reward_errors: Literal["error", "skip"] = "error"
     """If a reward function raises, is too slow, or returns something that is no finite number: "error" stops the run,
     "skip" leaves the prompts concerned out of the batch and counts them."""
-    reward_timeout: float | None = key(None, above(0), may_change="the machine may be slower")
+    reward_timeout: float | None = key(None, gt=0, may_change="the machine may be slower")
     """Seconds that the reward functions may take together for a batch; null for no limit. With a limit, functions that
     can be found by name are called in separate processes, which are killed at the limit."""
     reward_retries: int = key(
-        0, at_least(0), at_most(16, "the last waits would take days"), may_change="what it asks may fail more often"
+        0, ge=0, le=16, why="the last waits would take days", may_change="what it asks may fail more often"
     )
     """How often a reward function that raises is called again, after 1, 2, 4 ... seconds, but not beyond
     reward_timeout."""
-    logging_steps: int = key(1, at_least(1), role="log")
+    logging_steps: int = key(1, ge=1, role="log")
     """Batches between two lines in the log."""
-    save_steps: int = key(0, at_least(0), may_change=_KEPT)
+    save_steps: int = key(0, ge=0, may_change=_KEPT)
     """Batches between two checkpoints; 0 saves the final model only."""
-    save_total_limit: int | None = key(None, at_least(1), may_change=_KEPT)
+    save_total_limit: int | None = key(None, ge=1, may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)
     """Whether a larger value of metric_for_best_model is better."""
-    eval_steps: int = key(0, at_least(0), may_change=_EVALUATION)
+    eval_steps: int = key(0, ge=0, may_change=_EVALUATION)
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
     with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
     and one more copy of the weights is held until then. Every completion goes to eval_samples.jsonl, with its score."""
     eval_temperature: float | None = key(None, *TEMPERATURE, may_change=_EVALUATION)
     """Temperature of sampling in these evaluations, such as 0.01 for the likeliest answers; null for
     generation.temperature."""
-    eval_samples_per_prompt: int = key(1, at_least(1), may_change=_EVALUATION)
+    eval_samples_per_prompt: int = key(1, ge=1, may_change=_EVALUATION)
     """Completions of each held-out prompt."""
-    early_stopping_patience: int | None = key(None, at_least(1), may_change=_ENDS)
+    early_stopping_patience: int | None = key(None, ge=1, may_change=_ENDS)
     """End the run when metric_for_best_model is past its peak, after so many evaluations in a row without a new best:
     the policy's held-out reward falls again when it has learnt to please the reward model alone. null trains all
     batches."""
-    num_samples_logged: int = key(4, at_least(0), role="log")
+    num_samples_logged: int = key(4, ge=0, role="log")
     """Completions of each logged batch to write to samples.jsonl."""
     run_name: str | None = key(None, role="log")
     """The run's name for the integrations of report_to."""
@@ -259,7 +245,7 @@ class OnlineConfig(SizesConfig):
     turn. null is "cpu" where generator processes and a learner share a CPU and take no turns, else "learner"."""
     reference_device: str | None = key(None, APART, role="place", must_stay=SUMS)
     """The same for the reference policy. It takes a model of its own: adapters are switched off where they are."""
-    num_threads: int | None = key(None, at_least(1), at_most(4096, "no machine has more"), role="speed", must_stay=SUMS)
+    num_threads: int | None = key(None, ge=1, le=4096, why="no machine has more", role="speed", must_stay=SUMS)
     """CPU threads of the learner; null for torch's choice, less the generators' share."""
     lora: LoRAConfig = key(LoRAConfig)
     """Train low-rank adapters instead of every weight."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from async_rlhf.config.base import Checked, above, at_least, configuration, key, require
+from async_rlhf.config.base import Checked, configuration, key, require
 
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 DECIDED = (
@@ -50,7 +50,7 @@ class SharedConfig(Checked):
     strategy = "ddp"
     timeout = 1800.0
 
-    ranks: int = key(launched_ranks, at_least(1), role="speed")
+    ranks: int = key(launched_ranks, ge=1, role="speed")
     """The number of processes that share the work; by default as many as were launched together with this one. A given
     value is checked at the start."""
 
@@ -73,17 +73,17 @@ class ParallelConfig(SharedConfig):
     reshard_after_forward: bool = True
     """With "fsdp", free the other ranks' weights after the forward pass and fetch them again for the backward pass:
     less memory, more traffic."""
-    shard_size: int | None = key(None, at_least(1))
+    shard_size: int | None = key(None, ge=1)
     """With "fsdp", the ranks that share one copy of the weights, such as those of one host, whose links are fast; other
     ranks hold further copies, and only gradients cross between them, once for each optimiser step. null for all
     ranks."""
     reduce: Literal["every_pass", "once"] = "every_pass"
     """With "fsdp", when gradients are summed over the ranks that share a copy: after each pass, or once for each
     optimiser step, which saves traffic and takes 4 bytes a parameter of the whole model on each rank."""
-    context_parallel: int = key(1, at_least(1))
+    context_parallel: int = key(1, ge=1)
     """C, ranks that follow one another and share each row: every one computes a part of its tokens, and in attention a
     part of the heads (Ulysses). For rows that are too long for one rank; C must divide the ranks and the heads."""
-    timeout: float = key(1800.0, above(0), role="speed")
+    timeout: float = key(1800.0, gt=0, role="speed")
     """Seconds after which a rank that waits for the others gives up."""
     deepspeed: dict[str, Any] = key({})
     """More of DeepSpeed's own configuration, such as {"zero_optimization": {"stage3_prefetch_bucket_size": 5e7}}; keys

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import yaml
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, spelt
+from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, rights_of, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import dropped, is_idle, meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
@@ -55,7 +55,7 @@ class Option(NamedTuple):
     @property
     def more(self) -> str:
         """Its rules, role, and what may change on resume."""
-        rules = [rule.right.partition(": ")[0] for rule in self.known.get("rules", ())]
+        rules = [right.partition(": ")[0] for right in rights_of(self.known)]
         rules = [rule.removeprefix("must be ") for rule in rules if rule.startswith("must be ")]
         found = f" Must be {' and '.join(rules)}." if rules else ""
         found += f" [{self.known['role']}]" if self.known.get("role", "result") != "result" else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Literal
 
-from async_rlhf.config.base import Checked, above, at_least, below, configuration, inside, key
+from async_rlhf.config.base import Checked, configuration, key
 from async_rlhf.config.online import KLConfig, OnlineConfig
 
 
@@ -25,7 +25,7 @@ class OffPolicyConfig(Checked):
     cap), "masked" is w if w <= cap, else 0."""
     level: Literal["token", "sequence"] = "token"
     """One weight for each "token", or one for each "sequence", the product over its tokens."""
-    cap: float = key(2.0, at_least(1))
+    cap: float = key(2.0, ge=1)
     """Upper bound of the weight, see importance."""
 
 
@@ -57,9 +57,9 @@ class KLPenaltyConfig(OnlineConfig):
 class RatioConfig(KLPenaltyConfig):
     """Objectives on the clipped ratio pi / old (Schulman et al., arXiv 1707.06347, eq. 7)."""
 
-    cliprange: float = key(0.2, above(0), below(1, ": the ratio is positive"))
+    cliprange: float = key(0.2, gt=0, lt=1, why="the ratio is positive")
     """The ratio is clipped at 1 - cliprange and 1 + cliprange."""
-    cliprange_high: float | None = key(None, above(0))
+    cliprange_high: float | None = key(None, gt=0)
     """The upper bound is 1 + this instead (Yu et al., "DAPO", arXiv 2503.14476); null for cliprange."""
     off_policy: OffPolicyConfig = key(OffPolicyConfig)
     """Corrections for stale samples."""
@@ -91,7 +91,7 @@ class RatioConfig(KLPenaltyConfig):
 class DiscountConfig(RatioConfig):
     """Objectives whose later rewards count less."""
 
-    gamma: float = key(1.0, inside("[0, 1]"))
+    gamma: float = key(1.0, ge=0, le=1)
     """Discount from token to token."""
     gamma_over: Literal["tokens", "turns"] = "tokens"
     """ "turns" discounts from one answer of an episode to the next instead."""
@@ -111,4 +111,4 @@ class GroupConfig(RatioConfig):
 
     def check(self) -> None:
         super().check()
-        self.keeps("samples_per_prompt", at_least(2))
+        self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")

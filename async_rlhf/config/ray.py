@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from async_rlhf.config.base import Checked, Rule, above, at_least, configuration, key
+from async_rlhf.config.base import Checked, Rule, configuration, key
 
 _ADDRESS = Rule(
     lambda value: value in ("auto", "local") or re.fullmatch(r"[^\s/]+:[0-9]+", value) is not None,
@@ -31,24 +31,24 @@ class RayConfig(Checked):
     such a cluster, else "local"."""
     runtime_env: dict[str, Any] = key({}, role="place")
     """What Ray copies to the nodes for this run, such as {"working_dir": "."} for your own modules."""
-    num_cpus: float = key(1.0, at_least(0), role="speed")
+    num_cpus: float = key(1.0, ge=0, role="speed")
     """CPUs that each generator reserves; it uses as many threads, unless generation.num_threads says otherwise."""
-    num_gpus: float = key(0.0, at_least(0), _GPUS, role="place")
+    num_gpus: float = key(0.0, _GPUS, ge=0, role="place")
     """GPUs that each generator reserves, possibly a fraction of one; 0 samples on the CPU."""
     labels: dict[str, str] = key({}, _LABELS, role="place")
     """A generator is placed on nodes with these labels only, e.g. {"ray.io/accelerator-type": "H100"}."""
-    room_timeout: float = key(300.0, above(0), role="speed")
+    room_timeout: float = key(300.0, gt=0, role="speed")
     """Seconds that the cluster may take to find room for an actor and start it."""
-    reward_workers: int = key(0, at_least(0), role="speed")
+    reward_workers: int = key(0, ge=0, role="speed")
     """Actors that share the rewards of each batch, by reward model and by functions; with 0 the learner's process
     computes them."""
-    reward_num_cpus: float = key(1.0, at_least(0), role="speed")
+    reward_num_cpus: float = key(1.0, ge=0, role="speed")
     """CPUs that each reward worker reserves; it uses as many threads."""
-    reward_num_gpus: float = key(0.0, at_least(0), _GPUS, role="place")
+    reward_num_gpus: float = key(0.0, _GPUS, ge=0, role="place")
     """GPUs that each reward worker reserves; 0 runs the reward model on the CPU."""
     reward_labels: dict[str, str] = key({}, _LABELS, role="place")
     """Labels of the nodes that reward workers are placed on."""
-    reward_max_restarts: int = key(3, at_least(0), role="speed")
+    reward_max_restarts: int = key(3, ge=0, role="speed")
     """How often dead reward workers are restarted before the run stops."""
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.config.base import Checked, ConfigError, Rule, above, at_least, configuration, key, require
+from async_rlhf.config.base import Checked, ConfigError, Rule, configuration, key, require
 from async_rlhf.config.secrets import HIDDEN, apart, is_masked
 
 GOLD_REWARD = "async_rlhf.tasks.docstrings.reward:gold_rewards"
@@ -97,11 +97,11 @@ class EndpointConfig(Checked):
     """Name of the model at that URL."""
     api_key_variable: str = key("OPENAI_API_KEY", role="place")
     """The environment variable with the key; it may be unset if no key is needed."""
-    concurrency: int = key(8, at_least(1), role="speed")
+    concurrency: int = key(8, ge=1, role="speed")
     """Requests under way at the same time."""
-    timeout: float = key(120.0, above(0), role="speed")
+    timeout: float = key(120.0, gt=0, role="speed")
     """Seconds for one request."""
-    max_retries: int = key(5, at_least(0), role="speed")
+    max_retries: int = key(5, ge=0, role="speed")
     """How often a failed request is repeated."""
 
     def require_public(self) -> None:
@@ -125,7 +125,7 @@ class JudgeConfig(EndpointConfig):
     prompt_file: str | None = key(None, names="file")
     """A text file with {prompt}, {first} and {second} that asks for a verdict of "A" or "B"; null for a general
     question about helpfulness. In the place of {mark} comes a word that is in none of the three."""
-    max_tokens: int = key(16, at_least(1))
+    max_tokens: int = key(16, ge=1)
     """Most tokens of a verdict."""
 
     def check(self) -> None:

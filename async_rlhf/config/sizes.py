@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
-from async_rlhf.config.base import above, at_least, configuration, default_of, key
+from async_rlhf.config.base import configuration, default_of, key
 from async_rlhf.config.common import TOKENS, TokensOnGPU, TrainingConfig
 
 PROMPT_CAP = 512
@@ -42,41 +42,41 @@ class PassLimits:
 class SizesConfig(TrainingConfig):
     """Sizes of an online run."""
 
-    completions_per_batch: int | None = key(None, at_least(1), main="sizes")
+    completions_per_batch: int | None = key(None, ge=1, main="sizes")
     """Completions sampled and scored for one batch, by all ranks together, whatever the algorithm trains on: a batch is
     completions_per_batch / samples_per_prompt prompts, a multiple of num_mini_batches. null takes the size from
     per_device_train_batch_size and gradient_accumulation_steps. With it, per_device_train_batch_size only bounds a
     pass, and an optimiser step has as many passes as that takes."""
-    batches: int | None = key(None, at_least(1), may_change=_LONGER, main="sizes")
+    batches: int | None = key(None, ge=1, may_change=_LONGER, main="sizes")
     """Batches to train on in all; null for total_episodes."""
-    total_episodes: int = key(TOTAL_EPISODES, at_least(1), may_change=_LONGER)
+    total_episodes: int = key(TOTAL_EPISODES, ge=1, may_change=_LONGER)
     """Prompts to train on in all; a multiple of the batch. Another way to say batches."""
-    num_train_epochs: float | None = key(None, above(0), may_change=_LONGER)
+    num_train_epochs: float | None = key(None, gt=0, may_change=_LONGER)
     """Passes over the rows of the training data instead, rounded up to whole batches; null for batches or
     total_episodes."""
-    samples_per_prompt: int = key(2, at_least(1), main="sizes")
+    samples_per_prompt: int = key(2, ge=1, main="sizes")
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
-    per_device_train_batch_size: int | None = key(None, at_least(1))
+    per_device_train_batch_size: int | None = key(None, ge=1)
     """Size of one forward and backward pass: pairs of completions for DPO, else completions. null for 8; with
     max_tokens_per_pass it is then still 8 in the size of the batch, but a pass may have any number."""
     gradient_accumulation_steps = key(1)
     """Part of the batch size, see above, unless completions_per_batch says it. An optimiser step has this many passes;
     if every completion is trained on (all algorithms but online_dpo and best_of_k), samples_per_prompt times as
     many."""
-    num_mini_batches: int = key(1, at_least(1))
+    num_mini_batches: int = key(1, ge=1)
     """N, optimiser steps per epoch over a batch."""
-    num_epochs: int = key(1, at_least(1))
+    num_epochs: int = key(1, ge=1)
     """T, epochs over each batch."""
-    trained_prompts: int | None = key(None, at_least(1))
+    trained_prompts: int | None = key(None, ge=1)
     """Prompts of each batch that are trained on, null for all. With fewer than are sampled, those whose completions all
     have the same reward, which teach nothing, are left out first (dynamic sampling: DAPO, arXiv 2503.14476), then the
     last ones of the batch. `signal/prompts` in the log is the share of prompts whose rewards differ."""
-    annotate_batch_size: int | None = key(None, at_least(1))
+    annotate_batch_size: int | None = key(None, ge=1)
     """Rows per pass without gradient (reference, reward and value model, old policy). null for 64, or for any number
     with annotate_max_tokens."""
     annotate_max_tokens: TokensOnGPU = key("on_gpu", TOKENS, without_gpu=None)
     """Tokens of one such pass at most, like max_tokens_per_pass; "on_gpu" takes annotate_batch_size rows."""
-    max_prompt_length: int | None = key(None, at_least(1))
+    max_prompt_length: int | None = key(None, ge=1)
     """Prompts with more tokens are dropped, and counted; null for 512, or less if the model has not so many positions
     besides those of the response."""
 

@@ -6,20 +6,7 @@ import math
 from dataclasses import fields
 from typing import Literal
 
-from async_rlhf.config.base import (
-    EACH_ONCE,
-    FILE,
-    FOLDER,
-    REQUIRED,
-    Checked,
-    Rule,
-    above,
-    at_least,
-    at_most,
-    below,
-    configuration,
-    key,
-)
+from async_rlhf.config.base import EACH_ONCE, FILE, FOLDER, REQUIRED, Checked, Rule, configuration, key
 from async_rlhf.config.common import (
     COLUMN,
     SCORE,
@@ -43,15 +30,15 @@ _STEPS = Rule(lambda value: value < 1 or value == int(value), "must be a whole n
 class NewModelConfig(Checked):
     """A small language model made from scratch, with a byte-level BPE tokenizer unless another is given."""
 
-    vocab_size: int = key(1536, at_least(300), at_most(10**6, _SMALL))
+    vocab_size: int = key(1536, ge=300, le=10**6, why=_SMALL)
     """Vocabulary of the tokenizer, which is trained on the stage's own texts; with tokenizer, its own is taken."""
-    hidden_size: int = key(128, at_least(1), at_most(10**6, _SMALL))
+    hidden_size: int = key(128, ge=1, le=10**6, why=_SMALL)
     """Width of the residual stream."""
-    num_layers: int = key(3, at_least(1), at_most(1000, _SMALL))
+    num_layers: int = key(3, ge=1, le=1000, why=_SMALL)
     """Transformer blocks."""
-    num_heads: int = key(4, at_least(1))
+    num_heads: int = key(4, ge=1)
     """Attention heads."""
-    max_positions: int = key(256, at_least(1), at_most(10**6, _SMALL))
+    max_positions: int = key(256, ge=1, le=10**6, why=_SMALL)
     """Longest sequence."""
     architecture: Literal["gpt_neox", "llama", "qwen2", "qwen3"] = "gpt_neox"
     """The body, as transformers names it: "gpt_neox" (Pythia), "llama", "qwen2" or "qwen3"."""
@@ -71,30 +58,30 @@ class StageConfig(TrainRowsConfig, TrainingConfig, RepeatableConfig):
 
     output_dir: str = key(REQUIRED, *FOLDER, role="place", main="output")
     """Where the trained model goes."""
-    num_epochs: float = key(1.0, above(0), at_most(1e6, "so many passes never end"), main="training")
+    num_epochs: float = key(1.0, gt=0, le=1e6, why="so many passes never end", main="training")
     """Passes over the data."""
     learning_rate = key(1e-3)
     """Peak rate of AdamW."""
-    warmup_ratio: float = key(0.05, at_least(0), below(1, ", a share of the steps"))
+    warmup_ratio: float = key(0.05, ge=0, lt=1, why="a share of the steps")
     """Share of the steps in which the rate rises, where warmup_steps is 0."""
-    per_device_train_batch_size: int = key(32, at_least(1), main="training")
+    per_device_train_batch_size: int = key(32, ge=1, main="training")
     """Rows (for pairs: pairs) of one forward and backward pass; with max_tokens_per_pass only a factor of the batch."""
     gradient_accumulation_steps = key(1)
     """Such passes per optimiser step and rank: a batch is per_device_train_batch_size x gradient_accumulation_steps x
     parallel.ranks rows."""
-    max_length: int = key(512, at_least(1), main="training")
+    max_length: int = key(512, ge=1, main="training")
     """Rows with more tokens are dropped, and counted."""
     gradient_checkpointing: Literal["selective", True, False] = False
     """Trade compute for memory; "selective" keeps matrix products and attention."""
-    eval_steps: float = key(0, at_least(0), _STEPS, may_change="evaluation trains nothing")
+    eval_steps: float = key(0, _STEPS, ge=0, may_change="evaluation trains nothing")
     """Optimiser steps between two evaluations of the loss on held-out data, below 1 a share of all steps; 0 evaluates
     at the end only."""
     lora: AdapterConfig = key(AdapterConfig)
     """Train low-rank adapters instead of every weight; they are merged into the saved model. A language model's
     adapters are also saved beside it; a reward model's are not, as they would lack the head."""
-    logging_steps: float = key(20, above(0), _STEPS, role="log")
+    logging_steps: float = key(20, _STEPS, gt=0, role="log")
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
-    save_steps: int = key(0, at_least(0), role="place")
+    save_steps: int = key(0, ge=0, role="place")
     """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
     seed = key(0, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
@@ -198,7 +185,7 @@ class PairsConfig(SamplingConfig, RewardedConfig):
     """The .jsonl file to write, with `prompt`, `chosen`, `rejected` and the two scores."""
     split: str = "train"
     """The split to take where there are several."""
-    samples_per_prompt: int = key(2, at_least(2), main="sampling")
+    samples_per_prompt: int = key(2, ge=2, main="sampling")
     """Completions per prompt."""
     pairs_per_prompt: int = key(1, main="sampling")
     """The best against the worst, the second best against the second worst, and so on; ties are dropped."""
@@ -207,9 +194,9 @@ class PairsConfig(SamplingConfig, RewardedConfig):
     one prompt; texts without a prompt are paired with each other."""
     score_field: str = key(SCORE, COLUMN)
     """The column with the rating, a number."""
-    margin: float = key(0.0, at_least(0))
+    margin: float = key(0.0, ge=0)
     """Least difference of the two ratings of a pair; equal ratings never make one."""
-    max_pairs: int | None = key(None, at_least(1))
+    max_pairs: int | None = key(None, ge=1)
     """Draw this many of all possible pairs; null for as many as there are rows."""
     eval_fraction: float = key(0.1, SHARE)
     """No pair joins a text that ``reward`` holds out with this eval_fraction to one that it trains on."""
@@ -263,7 +250,7 @@ class RewardConfig(StageConfig):
     ratings is left as it is by null: its zero is the mean rating."""
     reference_split: str = "train"
     """The split to take where there are several."""
-    center_rewards_coefficient: float = key(0.0, at_least(0))
+    center_rewards_coefficient: float = key(0.0, ge=0)
     """Weight of (score(chosen) + score(rejected))^2 in the loss, which keeps scores near 0 (Eisenstein et al., arXiv
     2312.09244); 0 for none."""
 
@@ -290,7 +277,7 @@ class RelabelConfig(RewardTokensConfig, RepeatableConfig, OnRanksConfig):
     """Splits of the data; a file has one, under the name given here."""
     keep_ties: bool = key(False, main="judging")
     """Keep pairs of equal scores unchanged; false drops them. They are counted either way."""
-    batch_size: int = key(32, at_least(1))
+    batch_size: int = key(32, ge=1)
     """Rows of one pass of the reward model."""
     dtype: Dtype = "float32"
     """Type of the reward model's weights."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from async_rlhf.config.base import at_least, configuration, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.rewards.base import Reward, column_values
 
 _DASHES = "\N{MINUS SIGN}\N{EN DASH}"
@@ -57,7 +57,7 @@ class NumericAnswer(Reward):
     """
 
     column: str = "answer"
-    tolerance: float = key(0.0, at_least(0))
+    tolerance: float = key(0.0, ge=0)
     strict: bool = False
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from async_rlhf.config.base import REQUIRED, Checked, at_least, configuration, key, require
+from async_rlhf.config.base import REQUIRED, Checked, configuration, key, require
 from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import masked
 from async_rlhf.rewards.chat import JudgeError, client_of, described, placed, post
@@ -81,9 +81,9 @@ class RewardModels(Checked):
     how: Literal["mean", "minimum", "mean_less_deviation", "deviation"] = "mean"
     """How several scores make one: "mean_less_deviation" is the mean less ``factor`` standard deviations between the
     models. "deviation" is that standard deviation, to be watched with the weight 0 beside another of these."""
-    factor: float = key(1.0, at_least(0))
+    factor: float = key(1.0, ge=0)
     """See ``how``."""
-    batch_size: int = key(16, at_least(1))
+    batch_size: int = key(16, ge=1)
     """Texts of a pass."""
     device: str = "cpu"
     """Such as "cpu" or "cuda:3"."""
@@ -191,7 +191,7 @@ class RewardServer(EndpointConfig):
 
     template: str = "{prompt}{completion}"
     """The text that is scored."""
-    batch_size: int = key(32, at_least(1))
+    batch_size: int = key(32, ge=1)
     """Texts of a request."""
 
     __name__ = "reward_server"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import regex as matching
 
-from async_rlhf.config.base import at_least, configuration, key, require
+from async_rlhf.config.base import configuration, key, require
 from async_rlhf.rewards.base import Reward, column_values
 
 _FLAGS = matching.VERSION0  # reads an expression as Python's own module does
@@ -111,12 +111,13 @@ class Length(Reward):
     """
 
     unit: Literal["words", "characters"] = "words"
-    target: int | None = key(None, at_least(1))
-    minimum: int | None = key(None, at_least(0))
+    target: int | None = key(None, ge=1)
+    minimum: int | None = key(None, ge=0)
     maximum: int | None = None
 
     def check(self) -> None:
-        self.keeps("maximum", at_least(self.minimum or 0))
+        least = self.minimum or 0
+        self.require(self.maximum is None or self.maximum >= least, "maximum", f"must be at least {least}")
         right = "must be left out with minimum or maximum"
         require(self.target is None or self.minimum is self.maximum is None, "target", self.target, right)
 
@@ -141,7 +142,7 @@ class Distinct(Reward):
         n: words of a run.
     """
 
-    n: int = key(3, at_least(1))
+    n: int = key(3, ge=1)
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         return [self._share(text.split()) for text in completions]

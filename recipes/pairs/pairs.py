@@ -18,7 +18,7 @@ from torch import Tensor
 from async_rlhf.algorithms.preference import best_and_worst_rows, ranked_right
 from async_rlhf.algorithms.record import Algorithm, Needs
 from async_rlhf.config import OnlineConfig
-from async_rlhf.config.base import above, at_least, below, key, require
+from async_rlhf.config.base import key, require
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
 
@@ -26,31 +26,31 @@ from async_rlhf.types import Experience, LossOutput, PolicyOutput
 class PairsConfig(OnlineConfig):
     """A preference loss on pairs of K samples."""
 
-    beta: float = key(0.1, above(0), main="training")
+    beta: float = key(0.1, gt=0, main="training")
     """Scale of the margin h between the chosen and the rejected completion."""
     loss_type: Literal["sigmoid", "hinge"] = "sigmoid"
     """ "sigmoid" is -log sigmoid(beta h - target); "hinge" is max(0, 1 - (beta h - target)), as SLiC has it
     (arXiv 2305.10425)."""
-    target: float = key(0.0, at_least(0))
+    target: float = key(0.0, ge=0)
     """How far beta h has to be ahead: SimPO's gamma (arXiv 2405.14734)."""
     with_reference: bool = True
     """Margins between log pi / ref; False: between log pi."""
     per_token: bool = False
     """Means over a completion's tokens in place of sums."""
-    flipped: float = key(0.0, at_least(0), below(0.5))
+    flipped: float = key(0.0, ge=0, lt=0.5)
     """Share of preferences that are taken to be the wrong way round."""
     robust: bool = False
     """With ``flipped``, the unbiased loss (robust DPO, arXiv 2403.00409); False: the conservative one (cDPO)."""
-    nll: float = key(0.0, at_least(0))
+    nll: float = key(0.0, ge=0)
     """Weight of the chosen completion's negative log-likelihood per token, which is added (RPO, arXiv 2404.19733)."""
     pairs: Literal["best_and_worst", "first_two", "all"] = "best_and_worst"
     """Of a prompt's K samples. "first_two" is a random pair; "all" has K (K - 1) / 2."""
-    min_gap: float = key(0.0, at_least(0))
+    min_gap: float = key(0.0, ge=0)
     """Pairs whose scores differ by no more than this are not trained on."""
 
     def check(self) -> None:
         super().check()
-        self.keeps("samples_per_prompt", at_least(2))
+        self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")
         require(self.flipped > 0 or not self.robust, "robust", True, "must be false with flipped 0")
 
 

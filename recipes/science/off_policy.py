@@ -14,7 +14,7 @@ from async_rlhf.algorithms.best_of_k import OnlineBoKConfig, best_of_k, best_of_
 from async_rlhf.algorithms.estimators import leave_one_out, row_means
 from async_rlhf.algorithms.policy import credited, penalty_needs, rewards_of_groups
 from async_rlhf.algorithms.record import Algorithm
-from async_rlhf.config.base import at_least, key, require
+from async_rlhf.config.base import key, require
 from async_rlhf.config.policy import GroupConfig
 from async_rlhf.types import Experience, LossOutput, PolicyOutput
 
@@ -37,7 +37,7 @@ class SampleConfig(GroupConfig):
 class AsymREConfig(SampleConfig):
     """REINFORCE without importance weights, with a baseline below the mean (Arnal et al., arXiv 2506.20520)."""
 
-    shift: float = key(0.1, at_least(0))
+    shift: float = key(0.1, ge=0)
     """How far below the mean reward of a prompt's samples the baseline is: positive samples count for more."""
 
 

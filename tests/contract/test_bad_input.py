@@ -120,7 +120,7 @@ NETWORK = ["--train.generation.weights_transport", "network"]
     (["--algorithm", "rloo", "--train.off_policy.level", "token"], "off_policy.level: got 'token'; must be \"seq"),
     (["--algorithm=ppo", "--train.kl.where", "loss"], 'kl.estimator: got \'k1\'; must be "k2" or "k3" with'),
     (["--algorithm=ppo", "--train.kl.coef", "0", "--train.kl.target", "6"], "kl.coef: got 0.0; must be above 0"),
-    (["--algorithm", "ppo", "--train.lam", "1.5"], r"lam: got 1.5; must be in \[0, 1\]"),
+    (["--algorithm", "ppo", "--train.lam", "1.5"], "lam: got 1.5; must be at most 1"),
     (["--algorithm", "ppo", "--train.cliprange", "1"], "cliprange: got 1.0; must be below 1"),
     (["--algorithm", "grpo", "--train.off_policy.cap", "0.5"], "cap: got 0.5; must be at least 1"),
     (["--algorithm", "grpo", "--train.normalization", "tokens"], "normalization.*tokens"),

@@ -22,7 +22,7 @@ from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.commands.train import train_stage
 from async_rlhf.config import ConfigError, PairsConfig
-from async_rlhf.config.base import Checked, key, known_of
+from async_rlhf.config.base import Checked, configuration, key, known_of
 from async_rlhf.config.parsing import options_of, parse
 from async_rlhf.run.checkpoint import ResumeState, as_saved
 from async_rlhf.run.config import DataConfig, RunConfig
@@ -230,3 +230,42 @@ def test_rules_are_kept_where_a_key_stands():
     item = key([1])
     assert (item.default, item.default_factory()) == (MISSING, [1])
     assert item.default_factory() is not item.default_factory()
+
+
+@configuration
+class Sampler(Checked):
+    """A command."""
+
+    share: float = key(0.5, gt=0, lt=1, why="a share", role="speed", main="sampling")
+    """Of the samples."""
+
+
+@configuration
+class OtherSampler(Sampler):
+    """One with another default, and one with other bounds, too."""
+
+    share = key(0.25)
+
+
+@configuration
+class WholeSampler(OtherSampler):
+    """One that may take all."""
+
+    share = key(1.0, gt=0, le=1)
+    """Of all samples."""
+
+
+def test_another_default_keeps_what_is_said_of_a_key():
+    (option,) = options_of(OtherSampler)
+    assert (option.default, option.known["main"]) == (0.25, "sampling")
+    assert option.text + option.more == "Of the samples. Must be above 0 and below 1. [speed]"
+    assert OtherSampler() == OtherSampler(0.25) != OtherSampler(0.5)
+    with pytest.raises(ConfigError, match=r"share: got 1\.0; must be below 1: a share"):
+        OtherSampler(1.0)
+    with pytest.raises(ConfigError, match=r"share: got 'all'; must be a finite number"):
+        OtherSampler("all")
+    (option,) = options_of(WholeSampler)
+    assert option.text + option.more == "Of all samples. Must be above 0 and at most 1. [speed]"
+    assert WholeSampler().share == 1
+    with pytest.raises(ConfigError, match=r"share: got 1\.5; must be at most 1"):
+        WholeSampler(1.5)

@@ -384,7 +384,7 @@ def test_every_key_is_known_and_explained(command, algorithm):
     assert (len(keys), xxh32(" ".join(sorted(keys)).encode()).hexdigest()) == ALL_KEYS[command]
     words = ["--algorithm", algorithm] if command == "train" else []
     values = {key: VALID.get(key, SAMPLES[KEYS[command][key].kind]) for key in sorted(keys)} | SMALLEST[command]
-    values = deepcopy(values)  # of one list for several keys YAML would write aliases
+    values = {key: deepcopy(value) for key, value in values.items()}  # of one list for several YAML would write aliases
     if command == "train":
         values["rloo_k"] = 2
     rows = {row.key: row for row in translated(command, values, *words).rows}

@@ -857,7 +857,7 @@ def test_the_command_reads_a_run_and_shows_its_own_error(tmp_path, capsys):
             ["--model.parameters=1e9", "--model.layers=2", "--model.kv_width=9", "--devices=2"],
             "workload.prompts: got None; must be given with model.parameters",
         ),
-        (["--scaling.generate_fixed=2"], "scaling.generate_fixed: got 2.0; must be in [0, 1]"),
+        (["--scaling.generate_fixed=2"], "scaling.generate_fixed: got 2.0; must be at most 1: a share of the time"),
         (["--hardware.train_mfu=0"], "hardware.train_mfu: got 0.0; must be above 0 and at most 1"),
         (["--batches=20"], "batches: got 20; must be at least 40"),
         (["--overlap_slowdown=0.5"], "overlap_slowdown: got 0.5; must be at least 1"),

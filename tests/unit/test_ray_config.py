@@ -24,7 +24,7 @@ def test_what_ray_cannot_do_is_named():
     assert RayConfig(num_gpus=0.5).num_gpus == 0.5
     assert ray_error(labels={"zone": ["a", "b"]}).endswith("must be a mapping of names to a string each")
     assert ray_error(labels={"zone": "in(a,b)"}).endswith("must give each label one value, as text")
-    assert ray_error(room_timeout=0) == "room_timeout: got 0.0; must be above 0"
+    assert ray_error(room_timeout=0) == "room_timeout: got 0; must be above 0"
 
 
 @pytest.mark.parametrize(

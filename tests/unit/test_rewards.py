@@ -183,7 +183,7 @@ def test_nearer_to_the_target_is_never_worse(words, target):
     (regex, {"pattern": "\bword"}, r"pattern: got '\\x08word'; has a backspace; write r'\\b'"),
     (exact_match, {"extract": "["}, r"extract: got '\['; must be a regular expression"),
     (exact_match, {"whitespace": "some"}, "whitespace: got 'some'; must be one of 'strip', 'collapse', 'keep'"),
-    (numeric_answer, {"tolerance": -1}, "tolerance: got -1.0; must be at least 0"),
+    (numeric_answer, {"tolerance": -1}, "tolerance: got -1; must be at least 0"),
     (length, {"target": 3, "minimum": 2}, "target: got 3; must be left out with minimum or maximum"),
     (length, {"minimum": 3, "maximum": 2}, "maximum: got 2; must be at least 3"),
 ])  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Literal
 
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.compat.original import as_yaml, translate
-from async_rlhf.config.base import FILE, Checked, ConfigError, at_least, configuration, key, require
+from async_rlhf.config.base import FILE, Checked, ConfigError, configuration, key, require
 from async_rlhf.config.yaml_text import read_yaml
 
 _SIGNS = {
@@ -35,7 +35,7 @@ class MigrateConfig(Checked):
     """Algorithm of a file for ``train``; null finds out from its keys and names."""
     output: str | None = key(None, *FILE, role="place")
     """The file to write; null for standard output."""
-    ranks: int | None = key(None, at_least(1))
+    ranks: int | None = key(None, ge=1)
     """Ranks of the learner, for computing the shares of the batches (save_steps, num_sample_generations) and for
     train.parallel.ranks; null for one."""
 

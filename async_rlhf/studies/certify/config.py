@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rlhf.config.base import REQUIRED, above, at_least, at_most, below, configuration, key, require
+from async_rlhf.config.base import REQUIRED, configuration, key, require
 from async_rlhf.config.common import SeededConfig
 from async_rlhf.studies.sweep.config import ManyRunsConfig
 
@@ -14,23 +14,23 @@ class CertifyConfig(SeededConfig, ManyRunsConfig):
     Pairs that are done are not done again, so an interrupted certificate continues where it stopped.
     """
 
-    staleness: int = key(REQUIRED, at_least(1), main="test")
+    staleness: int = key(REQUIRED, ge=1, main="test")
     """The staleness k that is compared with 0. Both replace what base says in train.staleness."""
-    margin: float = key(REQUIRED, above(0), main="test")
+    margin: float = key(REQUIRED, gt=0, main="test")
     """How much mean gold reward may be lost and still count as none. Choose it before the first pair; it stays."""
-    error: float = key(0.05, above(0), below(0.5), main="test")
+    error: float = key(0.05, gt=0, lt=0.5, main="test")
     """A wrong "non-inferior" has at most this chance. So has a wrong "inferior"."""
-    min_pairs: int = key(5, at_least(2), main="test")
+    min_pairs: int = key(5, ge=2, main="test")
     """Pairs before which nothing is decided. More of them show rare runs that break down."""
-    bound: float | None = key(None, above(0))
+    bound: float | None = key(None, gt=0)
     """A pair that loses more than this is a breakdown, and counts as a loss of this in the mean; a gain counts as this
     at most. null for ten times the margin."""
     of_gain: bool = False
     """margin and bound are shares of what training gains: the gold reward of a run at S = 0 with the first seed, less
     that of the model it starts from. That run is in no pair; pairs begin with the next seed."""
-    breakdown_rate: float = key(0.1, above(0), below(1))
+    breakdown_rate: float = key(0.1, gt=0, lt=1)
     """Non-inferior is only what breaks down in fewer pairs than this share. A smaller one takes more pairs."""
-    max_pairs: int = key(60, at_least(2), at_most(10_000, "a pair is two runs"), role="speed", main="test")
+    max_pairs: int = key(60, ge=2, le=10_000, why="a pair is two runs", role="speed", main="test")
     """Pairs after which the certificate ends undecided. It may be raised later: the error rates hold for any number."""
     seed = key(0, main="test")
     """Of the first pair; the next has the next number. It decides prompts and sampling of both runs, and is added to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from async_rlhf.config.base import FOLDER, REQUIRED, Rule, at_least, configuration, key
+from async_rlhf.config.base import FOLDER, REQUIRED, Rule, configuration, key
 from async_rlhf.config.common import OfRunConfig, RepeatableConfig
 
 _SCORES = Rule(
@@ -18,15 +18,15 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
     """Say what moved the policy in one update: ``async-rlhf explain RUN --batch b``. The update is repeated, bit for
     bit, from the checkpoint before it."""
 
-    batch: int = key(REQUIRED, at_least(1))
+    batch: int = key(REQUIRED, ge=1)
     """The batch, from 1, whose update is explained."""
-    top: int = key(5, at_least(0))
+    top: int = key(5, ge=0)
     """How many completions, or pairs, are left out in turn: those with the largest contributions. Each costs another
     update. They are ranked by how much the update changes without them."""
-    after: int = key(5, at_least(0))
+    after: int = key(5, ge=0)
     """How many later batches are repeated too, as far as the run has them: to see what the batch's gradient does there
     as momentum, and what becomes of the run with what_if."""
-    before: int = key(0, at_least(0))
+    before: int = key(0, ge=0)
     """Rank this many batches, up to this one, by how much each moved the policy in the direction in which all of them
     together moved it. The run is repeated from a checkpoint before the first of them."""
     what_if: dict[str, float] = key({}, _SCORES)

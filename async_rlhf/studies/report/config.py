@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rlhf.config.base import EACH_ONCE, FILE, REQUIRED, Checked, Rule, above, configuration, key
+from async_rlhf.config.base import EACH_ONCE, FILE, REQUIRED, Checked, Rule, configuration, key
 
 _SOME = Rule(lambda runs: len(runs) > 0, "must name at least one folder")
 _HTML = Rule(lambda path: path.endswith(".html"), "must end with .html")
@@ -25,5 +25,5 @@ class ReportConfig(Checked):
     live: bool = key(False, role="place")
     """Follow runs that are training: write the page again whenever they have, until they end or Ctrl-C is pressed. The
     open page loads itself again, and keeps its place."""
-    every: float = key(10.0, above(0), role="speed")
+    every: float = key(10.0, gt=0, role="speed")
     """With live, seconds from one look to the next."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from async_rlhf.config.base import EACH_ONCE, REQUIRED, Rule, at_least, at_most, configuration, key, require
+from async_rlhf.config.base import EACH_ONCE, REQUIRED, Rule, configuration, key, require
 from async_rlhf.config.common import ResultsConfig
 
 _SHARE = Rule(
@@ -24,9 +24,9 @@ class ManyRunsConfig(ResultsConfig):
     held_out: dict[str, Any] = key(REQUIRED, main="runs")
     """How each policy is judged: the keys of ``evaluate``, such as data, max_prompts, reward_funcs or reward_model, and
     response_length. All policies answer the same prompts with the same random numbers."""
-    parallel: int = key(1, at_least(1), at_most(1024, "each is a process"), role="speed", main="machine")
+    parallel: int = key(1, ge=1, le=1024, why="each is a process", role="speed", main="machine")
     """Runs at a time on this machine; as many as devices, if these are given."""
-    threads: int = key(1, at_least(1), at_most(4096, "no machine has more"), main="machine")
+    threads: int = key(1, ge=1, le=4096, why="no machine has more", main="machine")
     """CPU threads of each run. Sums depend on it, so it decides the results' last digits."""
     devices: list[str] = key([], EACH_ONCE, role="place", main="machine")
     """GPUs to divide among the runs at a time, as in CUDA_VISIBLE_DEVICES: ["0", "1"] gives each run one of them,
@@ -34,7 +34,7 @@ class ManyRunsConfig(ResultsConfig):
     executor: Literal["local", "ray"] = key("local", role="place", main="machine")
     """ "local" starts processes on this machine; "ray" starts tasks on the nodes of a Ray cluster, which must share the
     folders: that of $RAY_ADDRESS, else the one that this host is a node of, else a new one on this host."""
-    gpus: float = key(0.0, at_least(0), role="place")
+    gpus: float = key(0.0, ge=0, role="place")
     """GPUs that each run reserves with executor "ray", possibly a fraction of one."""
     keep: Literal["results", "final", "all"] = key("final", role="place", main="output")
     """What stays of a run that has been judged: its logs and results alone, also its final policy, or its checkpoints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rlhf.config.base import FOLDER, REQUIRED, above, at_least, at_most, configuration, key
+from async_rlhf.config.base import FOLDER, REQUIRED, configuration, key
 from async_rlhf.config.common import RepeatableConfig, SeededConfig
 
 
@@ -27,7 +27,7 @@ class DocstringsConfig(HarvestConfig):
 
     out = key(REQUIRED)
     """The folder to write sft.jsonl, rl.jsonl, preference_prompts.jsonl and heldout.jsonl to."""
-    max_functions: int | None = key(None, at_least(100))
+    max_functions: int | None = key(None, ge=100)
     """Use only this many functions, drawn with the seed; null for all."""
 
 
@@ -40,5 +40,5 @@ class QuickstartConfig(HarvestConfig):
     """
 
     out = key("runs/quickstart")
-    scale: float = key(1.0, above(0), at_most(1000, "the built-in data are soon used up"))
+    scale: float = key(1.0, gt=0, le=1000, why="the built-in data are soon used up")
     """Multiplies the amount of work; below 1 for a quick look, above for better models."""
