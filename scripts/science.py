@@ -29,7 +29,7 @@ from async_rlhf.commands.evaluation.statistics import (
 )
 from async_rlhf.config.parsing import parse
 from async_rlhf.studies.certify.certificate import in_order, looks, summary_of
-from async_rlhf.studies.certify.certificate import told as words
+from async_rlhf.studies.certify.certificate import verdict_text as words
 from async_rlhf.studies.certify.command import question_of
 from async_rlhf.studies.certify.config import CertifyConfig
 from async_rlhf.studies.sweep.pictures import draw
