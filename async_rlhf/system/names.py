@@ -9,12 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from async_rlhf.config.base import Checked, ConfigError, require
+from async_rlhf.config.base import Checked, ConfigError, fields_of, require
 from async_rlhf.config.rewards import FUNCTION, FunctionName
 
 TEXT_FILES = (".jsonl", ".json", ".csv")
@@ -41,7 +40,7 @@ def check_names(*configs: tuple[Checked, str]) -> None:
 
 def _names(config: Any, group: str) -> Iterator[tuple[str, str, str]]:
     """The kind, the key and the name of each."""
-    for item in fields(config):
+    for item in fields_of(type(config)):
         value, key = getattr(config, item.name), f"{group}{item.name}"
         kind = item.metadata.get("names", "")
         if isinstance(value, Checked):
