@@ -313,7 +313,7 @@ def _elsewhere(inputs: Inputs) -> None:
         patch.setattr(serve.os, "execve", _stop)
         with pytest.raises(StopError):
             serve.run_serve(ServeConfig(inputs["policy"], api_key="0123"))
-        run_doctor(DoctorConfig(inputs["doctor"]))
+        run_doctor(DoctorConfig())
         vllm_engine._options(VLLMConfig(), on_cpu=True)
         patch.setattr(vllm_engine, "VLLMEngine", _stop)
         patch.setattr(server_generator, "check_server", lambda url, *_: key_of(served.generation))
@@ -344,7 +344,7 @@ def _elsewhere(inputs: Inputs) -> None:
         uploads = HubUploads(args(push_to_hub=True))
         patch.setattr(uploads._api, "create_repo", _stop)
         with pytest.raises(StopError):
-            uploads._name()
+            uploads._repository()
         uploads.on_save(None, SimpleNamespace(global_step=1), None)
     zero = ZeRO.__new__(ZeRO)  # without DeepSpeed
     zero.config, zero.run = ParallelConfig("zero2"), args()

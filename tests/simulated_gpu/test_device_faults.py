@@ -125,7 +125,7 @@ TOO_DEAR = {
         "torch.as_tensor(float(value), dtype=torch.float64)",
     ),
     "response tokens counted on the device": too_dear(
-        update_twice, "learner.learner:Learner._backward", "rows.sampled_BT, *how", "micro_batch.sampled_BT, *how"
+        update_twice, "learner.learner:Learner._backward", "rows.sampled_BT,\n", "micro_batch.sampled_BT,\n"
     ),
     "ratios read after every micro-batch": too_dear(
         update_twice,

@@ -217,7 +217,7 @@ def test_held_out_losses_on_the_way(config, tmp_path, caplog):
     assert [line for line in caplog.messages if "held-out loss" in line] == lines
     with pytest.raises(ConfigError, match=r"eval_steps: got 1.5; must be a whole number"):
         replace(share, eval_steps=1.5)
-    with pytest.raises(ConfigError, match="eval_steps: got 2; must be 0 without eval or eval_fraction"):
+    with pytest.raises(ConfigError, match=r"eval_steps: got 2.0; must be 0 without eval or eval_fraction"):
         SFTConfig(config.train, output_dir=str(tmp_path / "sft"), eval_steps=2)
     caplog.clear()
     with caplog.at_level(logging.INFO):  # pairs are held out anyway
