@@ -16,6 +16,8 @@ from async_rlhf.config.errors import ConfigError, problem_of_text
 
 MAX_CHARACTERS = 100_000
 """Of a file: about twenty times the longest that a run writes, and read within a second."""
+MAX_ALIASES = 30
+"""Ten aliases of ten of ten ... are a few lines and a billion values."""
 MAX_DIGITS = 70
 """Of an integer; Python takes long for more."""
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+|0x[0-9a-fA-F]+|0b[01]+)$")
@@ -42,26 +44,32 @@ class _RefusedError(yaml.composer.ComposerError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys are texts that stand there once. It has no aliases: a few lines of them are a billion values."""
+    """YAML whose keys are texts that stand there once, with few aliases."""
 
     def __init__(self, text: str, repeated: list[Repeated] | None) -> None:
         super().__init__(text)
         self._text, self._repeated = text, repeated
+        self._aliases, self._whole = 0, set[int]()
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event: Any = self.peek_event()
-        if self.check_event(yaml.AliasEvent):
-            raise _RefusedError(None, None, f"got the alias *{event.anchor}; must be written out", event.start_mark)
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        self._aliases += is_alias
         node = super().compose_node(parent, index)
+        if is_alias and (self._aliases > MAX_ALIASES or id(node) not in self._whole):
+            right = f"more than {MAX_ALIASES} aliases" if id(node) in self._whole else "holds itself, by an alias"
+            raise _RefusedError(None, None, right, mark)
         if isinstance(node, yaml.ScalarNode) and (problem := problem_of_text(node.value)):
-            raise _RefusedError(None, None, f"got {node.value[:60]!r}; {problem}", node.start_mark)
-        if isinstance(node, yaml.MappingNode):
+            raise _RefusedError(None, None, f"got {node.value[:60]!r}; {problem}", mark)
+        if isinstance(node, yaml.MappingNode) and not is_alias:
             self._check_keys(node)
+        self._whole.add(id(node))
         return node
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
         seen: dict[str, tuple[int, str]] = {}
         for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
             if key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 right = f"got {shown!r:.200} as a key; must be text, in quotes where it reads otherwise"
@@ -153,5 +161,9 @@ def key_lines(text: str) -> dict[str, int]:
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        yield f"{prefix}{key.value}", key.start_mark.line + 1
-        yield from _lines(value, f"{prefix}{key.value}.")
+        if key.tag == "tag:yaml.org,2002:merge":
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _lines(merged, prefix)
+        else:
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from _lines(value, f"{prefix}{key.value}.")
