@@ -261,7 +261,6 @@ def test_every_file_of_rows_is_read_or_has_one_clear_error(lines):
     ("a: " + "[" * 5000, "is no YAML: lists or mappings too deep in each other"),
     ("a: &x\n  b: *x", "line 2: holds itself, by an alias"),
     (BOMB, f"more than {MAX_ALIASES} aliases"),
-    ("a: {<<: {b: 1}}", "line 1: got '<<' as a key; must be text"),
     ("x" * (MAX_CHARACTERS + 1), f"must be at most {MAX_CHARACTERS} characters"),
     ('a: "b\\0c"', "must be without NUL characters"),
     ('a: "\\ud800"', "must be Unicode text"),
