@@ -118,7 +118,7 @@ def sample() -> Iterator[str]:
 
 WAY = {
     "collect": ("plain", "run/loop schedule", "generation/remote dispatch process protocol", "data/stream"),
-    "check": ("sample", "generation/audit sampling"),
+    "check": ("sample", "generation/audit sampling sampling_test"),
     "score": ("plain", "rewards/scorer prefetch", "data/tokenizer"),
     "annotate": (
         "train",

@@ -23,9 +23,10 @@ from async_rlhf.generation.episodes.spec import world_named
 from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.rewards.functions import load_object, load_reward_functions
-from async_rlhf.run.build import Start, begin
+from async_rlhf.run.build import begin
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.folder import FINAL, METRICS, hold_folder
+from async_rlhf.run.inputs import Start
 from async_rlhf.run.record import of_command
 from async_rlhf.run.summary import better_threads, read_rows, training_summary
 from async_rlhf.run.trainer import OnlineTrainer

@@ -85,7 +85,7 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
     Args:
         config: of the run.
         algorithm: its name.
-        inputs: the run's :class:`~async_rlhf.run.build.Inputs`.
+        inputs: the run's :class:`~async_rlhf.run.inputs.Inputs`.
     """
     unnamed: dict[str, str] = {}
     models = {}

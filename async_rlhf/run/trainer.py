@@ -28,12 +28,13 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.run.async_checkpoint import saving
-from async_rlhf.run.build import Inputs, Model, Run, Start, build
+from async_rlhf.run.build import Run, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.factory import make_generator
 from async_rlhf.run.folder import FINAL, METRICS, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
+from async_rlhf.run.inputs import Inputs, Model, Start
 from async_rlhf.run.loop import TrainingLoop, write_learner
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule

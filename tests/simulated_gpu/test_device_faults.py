@@ -62,7 +62,7 @@ REFUSED = {
         said=r"is on the wrong device",
     ),
     "the value head is not moved": refused(
-        "run.build:_value",
+        "run.inputs:_value",
         "new_value_head(policy, value_model).to(device)",
         "new_value_head(policy, value_model)",
         {"algorithm": "ppo", "shared_trunk": True},

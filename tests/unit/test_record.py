@@ -20,10 +20,10 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.models.gpu_defaults import decided
 from async_rlhf.models.saving import write_model
 from async_rlhf.rewards.functions import load_reward_functions
-from async_rlhf.run.build import Inputs
 from async_rlhf.run.callbacks import TRACKERS, training_arguments
 from async_rlhf.run.card import Card
 from async_rlhf.run.config import RunConfig
+from async_rlhf.run.inputs import Inputs
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, of_command, of_python, without_secret_words
 from async_rlhf.system.versions import checkout_of, code
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from tiny import rare
 
-from async_rlhf.generation import audit as module
-from async_rlhf.generation.audit import BINS, FALSE_ALARMS, LIMIT, WINDOW, SamplingTest, Where
+from async_rlhf.generation import sampling_test as module
+from async_rlhf.generation.sampling_test import BINS, FALSE_ALARMS, LIMIT, WINDOW, SamplingTest, Where
 from async_rlhf.types import Group, Prompt, Sample
 
 

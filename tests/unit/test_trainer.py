@@ -19,7 +19,8 @@ from async_rlhf.commands.sft import run_sft
 from async_rlhf.config import SFTConfig
 from async_rlhf.models.saving import write_model
 from async_rlhf.run import trainer as trainers
-from async_rlhf.run.build import Inputs, build
+from async_rlhf.run.build import build
+from async_rlhf.run.inputs import Inputs
 from async_rlhf.run.trainer import OnlineTrainer
 
 
