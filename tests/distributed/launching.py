@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import psutil
 import pytest
 import torch
 from forked import Forked, be_script, start_forked
+from ports import free_port
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.launcher.api import elastic_launch
@@ -26,14 +25,6 @@ from torch.distributed.run import config_from_args, parse_args
 
 NOT_OURS = ("time/", "eval_time/")
 SCRIPT = Path(__file__).with_name("ranks.py")
-
-
-def free_port() -> int:
-    """Below the ports that connections get by themselves: one of these may be taken before a launcher listens there."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def chosen(request: pytest.FixtureRequest) -> set[tuple[object, ...]]:

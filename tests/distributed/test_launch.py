@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launching import family, finish, free_port, kill_all, metrics_of, weights_of
+from launching import family, finish, kill_all, metrics_of, weights_of
+from ports import free_port
 from ranks import new_policy
 from tiny import PROMPTS, byte_tokenizer, rare
 

@@ -11,7 +11,8 @@ from typing import Any
 import launching
 import pytest
 import torch
-from launching import chosen, family, finish, free_port, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
+from launching import chosen, family, finish, kill_all, launch, left_of, metrics_of, start_ranks, weights_of
+from ports import free_port
 from ranks import new_policy
 from tiny import rare_unless
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import stages
 import torch
-from launching import SCRIPT, chosen, family, finish, free_port, kill_all, left_of, process_of, start_ranks
+from launching import SCRIPT, chosen, family, finish, kill_all, left_of, process_of, start_ranks
+from ports import free_port
 from safetensors.torch import load_file
 from tiny import json_rows, rare_unless
 

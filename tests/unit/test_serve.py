@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+from ports import free_port
 
 import async_rlhf
 from async_rlhf.commands import serve
@@ -101,7 +101,7 @@ def test_replicas_have_a_port_and_gpus_of_their_own(monkeypatch, side_by_side, c
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
-    port = free_port()
+    port = free_port(2)
     with pytest.raises(SystemExit):
         serve.run_serve(ServeConfig("policy", port=port, replicas=2, tensor_parallel_size=2))
     assert [replica.url for replica in side_by_side] == [f"http://127.0.0.1:{port + i}" for i in range(2)]
@@ -122,7 +122,7 @@ def test_replicas_have_a_port_and_gpus_of_their_own(monkeypatch, side_by_side, c
 def test_replicas_share_the_cores_of_a_cpu(monkeypatch, side_by_side):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        serve.run_serve(ServeConfig("policy", port=free_port(), replicas=2, tensor_parallel_size=2))
+        serve.run_serve(ServeConfig("policy", port=free_port(2), replicas=2, tensor_parallel_size=2))
     assert [replica.environment["OMP_NUM_THREADS"] for replica in side_by_side] == ["2", "2"]
     assert {replica.environment["VLLM_CPU_OMP_THREADS_BIND"] for replica in side_by_side} == {"nobind"}
     with pytest.raises(ConfigError, match="port: got 65535; must be at most 65534, so that all of the 2 replicas"):
@@ -170,12 +170,6 @@ def test_the_key_goes_by_the_environment_and_stands_in_front_of_every_route(monk
     assert "--api-key" not in words
     assert KEY not in "".join(capsys.readouterr())
     assert "--middleware" not in serve.arguments(ServeConfig("policy"), has_gpu=True)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "gpu1", ""])

@@ -7,7 +7,6 @@ import os
 import runpy
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from types import MappingProxyType
 
 import httpx
 from forked import fork_the_fork_server, start_forked
+from ports import free_port
 
 from async_rlhf import cli
 
@@ -27,12 +27,6 @@ SECONDS = 240.0
 CPU_OPTIONS = MappingProxyType({"dtype": "float32", "kv_cache_gb": 0.05, "num_threads": 1})
 SESSIONS: set[int] = set()
 """Of all servers that were ever started."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Server:

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from conftest import new_policy, prompts_of, run, served_by, start_engine, worker_pids
-from serving import free_port
+from ports import free_port
 from tiny import PROMPTS
 
 from async_rlhf.config import ConfigError, VLLMConfig

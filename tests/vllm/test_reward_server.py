@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from serving import free_port
+from ports import free_port
 from tiny import LLAMA_SIZES, byte_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
