@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,6 +89,12 @@ class Wandb(WandbCallback):
         self._begun_here = False
 
 
+def _event_file(folder: str, **options: Any) -> Any:
+    """An open event file, by either of the packages with which transformers' callback is content."""
+    package = "torch.utils.tensorboard" if importlib.util.find_spec("tensorboard") else "tensorboardX"
+    return importlib.import_module(package).SummaryWriter(log_dir=folder, **options)
+
+
 class TensorBoard(TensorBoardCallback):
     """Event files in the run's folder. A resumed run hides what was logged after its checkpoint.
 
@@ -110,7 +117,7 @@ class TensorBoard(TensorBoardCallback):
         self._output_dir = args.output_dir
         if self.tb_writer is None:
             purged = state.global_step + 1 if self.found else None
-            self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, purge_step=purged)
+            self.tb_writer = _event_file(self.logging_dir, purge_step=purged)
         super().on_train_begin(args, state, control, **kwargs)
         kinds = (bool, int, float, str)
         values = {key: v if isinstance(v, kinds) else str(v) for key, v in args.to_dict().items()}
@@ -119,7 +126,7 @@ class TensorBoard(TensorBoardCallback):
 
     def reopen(self, folder: Path) -> None:
         """A second event file in the folder; nothing in the first is hidden."""
-        self.tb_writer = self._SummaryWriter(log_dir=str(folder / self.found["folder"]))
+        self.tb_writer = _event_file(str(folder / self.found["folder"]))
 
     def identity(self) -> dict[str, Any]:
         """The folder, relative to the run's: the run may be moved."""

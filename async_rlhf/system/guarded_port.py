@@ -89,7 +89,7 @@ class GuardedPort:
         while True:
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(self._server)
-            except OSError:  # the peer is gone again, or no file descriptor is left
+            except (OSError, ValueError):  # the peer is gone, no file descriptor is left, or the port was closed
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
             waiting = [peer for peer in waiting if not peer.done()]
