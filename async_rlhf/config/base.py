@@ -7,6 +7,7 @@ type and default, and :func:`key` adds rules and a role. Everything else that is
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import types
 import typing
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING
 from functools import cache, wraps
+from itertools import chain, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import (
@@ -51,21 +53,26 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, validate_default=True, arbitrary_types_allowed=True
+)
 
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=_STRICT)
+    return TypeAdapter(tuple[kind], config=_STRICT)  # in a tuple, as a dataclass alone does not take a configuration
 
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a key's type."""
     try:
-        _adapter(kind).validate_python(value)
+        _adapter(kind).validate_python((value,))
     except ValidationError:
         return False
     return True
+
+
+_SEVERAL = {"an integer": "integers", "a finite number": "finite numbers", "a string": "strings"}
 
 
 def spelt(kind: Any) -> str:
@@ -76,7 +83,9 @@ def spelt(kind: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(spelt(option) for option in get_args(kind))
     if origin in (list, tuple):
-        return f"a list of {spelt(get_args(kind)[0])}"
+        each, *more = get_args(kind)
+        count = f"{len(more) + 1} " if origin is tuple and ... not in more else ""
+        return f"a list of {count}{_SEVERAL.get(spelt(each), spelt(each))}"
     if origin is dict:
         return "a mapping" if get_args(kind)[1] is Any else f"a mapping of names to {spelt(get_args(kind)[1])} each"
     if kind is type(None):
@@ -223,11 +232,16 @@ def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -
         _define_again(kind)
         made: Any = dataclass(frozen=True, kw_only=kw_only, config=_STRICT)(kind)
         validated = made.__init__
+        order = [item.name for item in dataclasses.fields(made) if item.init and not item.kw_only]
 
         @wraps(validated)
         def checked_init(self: Any, *arguments: Any, **named: Any) -> None:
-            positional = [_as_list(value) for value in arguments]
-            by_name = {name: _as_list(value) for name, value in named.items()}
+            kinds = hints_of(type(self))
+            positional = [
+                _as_list(value, kinds.get(name))
+                for name, value in zip(chain(order, repeat("")), arguments, strict=False)
+            ]
+            by_name = {name: _as_list(value, kinds.get(name)) for name, value in named.items()}
             try:
                 validated(self, *positional, **by_name)
             except ValidationError as error:
@@ -255,21 +269,15 @@ def _define_again(kind: type) -> None:
         kind.__annotations__[name] = hints_of(above)[name]
 
 
-def _as_list(value: Any) -> Any:
-    return list(value) if type(value) is tuple else value
-
-
-@cache
-def _checked(kind: Any) -> Any:
-    """A class like this one, whose decorator is the standard library's, that is checked."""
-    return configuration(type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__}))
+def _as_list(value: Any, kind: Any) -> Any:
+    return list(value) if type(value) is tuple and not fits(value, kind) else value
 
 
 def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
     """The first of pydantic's errors as one of ours."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
+    if isinstance(cause, Exception):  # of a class's own checks
         return cause
     if not first["loc"]:
         return TypeError(f"{kind.__name__}: {first['msg']}")
@@ -280,7 +288,8 @@ def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: 
             return TypeError(f"{kind.__name__} takes {len(positional)} values without names; got {len(arguments)}")
         name, value = positional[place], arguments[place]
     else:
-        name, value = str(place), named.get(str(place))
+        name = str(place)
+        value = named[name] if name in named else default_of(kind, name) if name in names else None
     if name not in names:
         return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, names, '')}")
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
@@ -302,11 +311,10 @@ class Checked:
     """Prefix of key names in errors."""
 
     def __post_init__(self) -> None:
-        if not is_pydantic_dataclass(type(self)):  # a user's own, by the decorator of the standard library
-            kind: Any = type(self)
-            _checked(kind)(**{item.name: getattr(self, item.name) for item in fields_of(kind)})
-            return
+        is_foreign = not is_pydantic_dataclass(type(self))
         for item in dataclasses.fields(typing.cast(Any, self)):
+            if is_foreign and item.init:
+                self._require_kind(item)
             value = getattr(self, item.name)
             counts = not isinstance(value, int) or abs(value) <= _LARGEST
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")
@@ -319,6 +327,14 @@ class Checked:
                     holds, right = False, f"must name a folder: {error}"
                 self.require(holds, item.name, right)
         self.check()
+
+    def _require_kind(self, item: dataclasses.Field[Any]) -> None:
+        """Type and bounds of a key of a user's own class, whose decorator is the standard library's."""
+        value, kind = getattr(self, item.name), hints_of(type(self))[item.name]
+        self.require(fits(_as_list(value, kind), kind), item.name, f"must be {spelt(kind)}")
+        for bound in _BOUNDS.keys() & item.metadata.keys() if isinstance(value, (int, float)) else ():
+            holds = getattr(operator, bound)(value, item.metadata[bound])
+            self.require(holds, item.name, right_of(bound, item.metadata))
 
     @classmethod
     def with_all_keys(cls, value: Callable[[str], Any]) -> type[Checked]:
