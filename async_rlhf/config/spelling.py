@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from async_rlhf.config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _ELSEWHERE = {
     "num_generations": "train.samples_per_prompt",
@@ -39,6 +42,8 @@ DROPPED: dict[str, str] = {
 """Keys, groups of keys and commands of earlier versions, by their own name, and what to do instead."""
 _IDLE = {"feedback.answers": 1, "staleness_mode": "exact", "stop_patience": 3}
 """What such keys held without being of use, where that was not nothing."""
+_ENDED = ("stop_at", "stop_patience")
+"""Dropped keys that decided only when a run ends: a run may go on without them."""
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -70,7 +75,11 @@ def kept(saved: Mapping[str, Any]) -> dict[str, Any]:
     """
     for key, value in saved.items():
         needed = key == "staleness_mode" and saved.get("generation.in_flight")  # "bounded", which in flight is still
-        if dropped(key) and not is_idle(key, value) and not needed:
+        if not dropped(key) or is_idle(key, value) or needed:
+            continue
+        if key.rpartition(".")[2] in _ENDED:
+            logger.warning("%s: the earlier run has %r, which no longer ends it; %s", key, value, dropped(key))
+        else:
             raise ConfigError(f"{key}: the earlier run has {value!r}; {dropped(key)}")
     return {key: value for key, value in saved.items() if not dropped(key)}
 

@@ -17,8 +17,9 @@ from tiny import PROMPTS
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
+from async_rlhf.config.errors import ConfigError
 from async_rlhf.config.parsing import FEW, options_of
-from async_rlhf.config.spelling import _ELSEWHERE, DROPPED
+from async_rlhf.config.spelling import _ELSEWHERE, DROPPED, kept
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import RunConfig
@@ -120,6 +121,15 @@ def test_a_dropped_key_that_a_run_did_not_use_is_passed_over_in_its_file(capsys)
     for recipe, told in recipes:
         Path("recipe.yml").write_text(recipe)
         assert ("it was dropped" in ends(capsys, "train", "--config", "recipe.yml", "--dry-run")[1]) == told
+
+
+def test_a_run_that_a_dropped_key_would_have_ended_goes_on_without_it(caplog):
+    """A checkpoint's configuration cannot be edited."""
+    saved = {"stop_at": "eval_objective/scores", "stop_patience": 3, "seed": 1}
+    assert kept(saved) == {"seed": 1}
+    assert "stop_at: the earlier run has 'eval_objective/scores', which no longer ends it" in caplog.text
+    with pytest.raises(ConfigError, match=r"curriculum: the earlier run has 0.5; it was dropped"):
+        kept({"curriculum": 0.5})
 
 
 def test_what_is_like_no_key_gets_no_suggestion(capsys):
