@@ -25,6 +25,8 @@ _REAL = re.compile(
     r"[-+]?((0|[1-9][0-9]*|[1-9][0-9]{0,2}(_[0-9]{3})+)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$"
     r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
 )
+_TAGS = "tag:yaml.org,2002:"
+_KINDS = {"null", "bool", "int", "float", "str", "seq", "map", "merge"}
 _OTHER = (":int", ":float", ":timestamp", ":value")
 """Kinds of plain scalars that YAML 1.1 sees in more texts."""
 
@@ -60,6 +62,11 @@ class _Loader(yaml.SafeLoader):
             raise _RefusedError(None, None, right, mark)
         if isinstance(node, yaml.ScalarNode) and (problem := problem_of_text(node.value)):
             raise _RefusedError(None, None, f"got {node.value[:60]!r}; {problem}", mark)
+        if node is not None and node.tag.removeprefix(_TAGS) not in _KINDS:
+            raise _RefusedError(None, None, f"got the tag {node.tag.replace(_TAGS, '!!')}; must be without it", mark)
+        if isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAGS}int" and len(node.value) > MAX_DIGITS:
+            right = f"has a number with more than {MAX_DIGITS} digits; must be an integer of at most 64 bits"
+            raise _RefusedError(None, None, right, mark)
         if isinstance(node, yaml.MappingNode) and not is_alias:
             self._check_keys(node)
         self._whole.add(id(node))
@@ -129,10 +136,6 @@ def parse_yaml(text: str, place: str, repeated: list[Repeated] | None = None) ->
     right = f"must be at most {MAX_CHARACTERS} characters"
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{place} has {len(text)} characters or more; {right}")
-    if re.search(rf"[0-9_]{{{MAX_DIGITS + 1}}}", text):
-        raise ConfigError(
-            f"{place} has a number with more than {MAX_DIGITS} digits; must be an integer of at most 64 bits"
-        )
     try:
         return _Loader(text, repeated).get_single_data()
     except yaml.MarkedYAMLError as error:

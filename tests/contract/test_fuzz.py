@@ -265,7 +265,10 @@ def test_every_file_of_rows_is_read_or_has_one_clear_error(lines):
     ('a: "b\\0c"', "must be without NUL characters"),
     ('a: "\\ud800"', "must be Unicode text"),
     ("1: 2", "line 1: got '1' as a key; must be text"),
-    ("a: !!python/name:os.system", "could not determine a constructor for the tag 'tag:yaml.org,2002:python/name"),
+    ("a: !!python/name:os.system", "line 1: got the tag !!python/name:os.system; must be without it"),
+    ("a: 1\nb: !!set {c}", "line 2: got the tag !!set; must be without it"),
+    ("a: !!binary aGk=", "line 1: got the tag !!binary; must be without it"),
+    ("a: 1\nb: " + "9" * 71, "line 2: has a number with more than 70 digits"),
     ("a: [1", "line 1: is no YAML"),
 ])  # fmt: skip
 def test_what_yaml_must_not_say(text, expected):
@@ -277,6 +280,7 @@ def test_what_yaml_must_not_say(text, expected):
 
 def test_what_yaml_says_is_what_it_looks_like():
     text = "a: 1e-5\nb: 1.5\nc: 2024-01-01\nd: 12\ne: true\nf: null\ng: '010'\nh: 1_000\n"
+    text += f"# {'_' * 80}\nn: '{'1' * 80}'\n"
     text += "i: &i {x: 1}\nj: {<<: *i, y: 2}\nk: 1e5\nl: 1:30\nm: 010"
     found = parse_yaml(text, "f")
     assert found == yaml.safe_load(text) | {"a": 1e-5, "c": "2024-01-01", "k": 1e5, "l": "1:30", "m": "010"}
