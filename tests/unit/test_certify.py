@@ -145,6 +145,16 @@ def test_every_look_can_be_written_and_told():
             assert "inf]" not in text
 
 
+def test_episodes_have_no_kl():
+    """As evaluate leaves it out."""
+    without = [{name: value for name, value in results(0.5).items() if name != "kl"}] * 2
+    pair = pair_of(0, *without)
+    assert (pair.kl_synchronous, pair.kl_stale) == (None, None)
+    found = [(pair, decided(arrivals([(0.5, 0.5)] * 4))[-1][1])]
+    assert summary_of(found, QUESTION)["kl_stale"] is None
+    assert line_of(*found[0])["kl_stale"] is None
+
+
 def test_a_pair_has_the_same_prompts():
     with pytest.raises(ValueError, match="zip"):
         pair_of(0, results(0.5), results(0.5, prompts=7))

@@ -23,9 +23,9 @@ class Pair(NamedTuple):
     stale: float
     differences: tuple[float, ...]
     """Stale minus synchronous, for each prompt."""
-    kl_synchronous: float
-    """To the model that both started from, in nats a completion."""
-    kl_stale: float
+    kl_synchronous: float | None
+    """To the model that both started from, in nats a completion; None for episodes, which have none."""
+    kl_stale: float | None
 
     @property
     def difference(self) -> float:
@@ -40,7 +40,7 @@ def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
         ValueError: they were not judged on equally many prompts.
     """
     both = synchronous["scores"], stale["scores"]
-    kls = (one["kl"]["estimate"] for one in (synchronous, stale))
+    kls = [one["kl"]["estimate"] if "kl" in one else None for one in (synchronous, stale)]
     return Pair(seed, fmean(both[0]), fmean(both[1]), tuple(b - a for a, b in zip(*both, strict=True)), *kls)
 
 
@@ -114,9 +114,14 @@ def summary_of(found: Sequence[tuple[Pair, Known]], question: Question) -> dict[
         **_evidence(last),
         "worst_pair": {"seed": worst.seed, "difference": worst.difference},
         "variance_saved": None if saved is None else saved._asdict(),
-        "kl_synchronous": fmean(pair.kl_synchronous for pair in pairs),
-        "kl_stale": fmean(pair.kl_stale for pair in pairs),
+        "kl_synchronous": _mean(pair.kl_synchronous for pair in pairs),
+        "kl_stale": _mean(pair.kl_stale for pair in pairs),
     }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def table(found: Sequence[tuple[Pair, Known]], question: Question) -> str:
