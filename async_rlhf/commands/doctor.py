@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -87,7 +88,7 @@ def _gpus() -> Iterator[Finding]:
         problem = "torch sees no GPU: is CUDA_VISIBLE_DEVICES empty, or a MIG slice not named by it?"
     yield Finding("driver", f"{rows[0]['driver_version']}, torch for CUDA {built}, which sees {count} GPUs", problem)
     for row in rows:
-        yield _gpu(row)
+        yield _gpu(row, built)
     pairs = [pair for pair in combinations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)]
     if count > 1:
         problem = "weights and gradients go by the host; if NCCL hangs, set NCCL_P2P_DISABLE=1" if pairs else ""
@@ -109,20 +110,23 @@ def _nvidia_smi() -> tuple[list[dict[str, str]], str]:
     return [dict(zip(_QUERY, line, strict=True)) for line in lines if len(line) == len(_QUERY)], ""
 
 
-def _gpu(row: dict[str, str]) -> Finding:
+def _gpu(row: dict[str, str], built: str | None) -> Finding:
     problems = []
     capability = tuple(map(int, row["compute_cap"].split("."))) if "." in row["compute_cap"] else (0, 0)
     if capability < (7, 5):
-        problems.append("torch for CUDA 13 has no kernels for it: it takes Turing or newer")
+        problems.append(f"torch for CUDA {built} has no kernels for it: it takes Turing or newer")
     elif capability < (8, 0):
         problems.append("it has no bfloat16 and no kernel for packed rows: set fp16, generation.dtype: float16")
     if row["compute_mode"] not in ("Default", "[N/A]"):
         mode = row["compute_mode"]
         problems.append(f"compute mode {mode}: generator and learner cannot share it; nvidia-smi -c DEFAULT")
-    free, total = (float(row[name]) / 1024 for name in ("memory.free", "memory.total"))
-    if free < 0.9 * total:
-        problems.append("others use its memory: vLLM would not find its share free")
-    value = f"{row['name']}, compute capability {row['compute_cap']}, {free:.1f} of {total:.1f} GiB free"
+    memory = "memory not known"
+    with suppress(ValueError):  # "[N/A]" where CPU and GPU share it
+        free, total = (float(row[name]) / 1024 for name in ("memory.free", "memory.total"))
+        memory = f"{free:.1f} of {total:.1f} GiB free"
+        if free < 0.9 * total:
+            problems.append("others use its memory: vLLM would not find its share free")
+    value = f"{row['name']}, compute capability {row['compute_cap']}, {memory}"
     return Finding(f"GPU {row['index']}", value, "; ".join(problems))
 
 

@@ -37,6 +37,8 @@ def test_a_good_machine_has_no_problem(machine, capsys):
     assert found["driver"] == ("580.65.06, torch for CUDA 13.0, which sees 1 GPUs", "")
     assert found["GPU 0"] == ("NVIDIA H100 80GB HBM3, compute capability 9.0, 79.1 of 79.6 GiB free", "")
     assert "P2P" not in found
+    shared = machine("0, NVIDIA GB10, 12.1, 580.65.06, [N/A], [N/A], [N/A]")
+    assert shared["GPU 0"] == ("NVIDIA GB10, compute capability 12.1, memory not known", "")
     assert "ok  GPU 0" in capsys.readouterr().out
 
 
@@ -47,7 +49,7 @@ def test_a_good_machine_has_no_problem(machine, capsys):
         (H100, {"cuda": None, "seen": 0}, "driver", "this build of torch is for CPUs"),
         (H100, {"seen": 0}, "driver", "torch sees no GPU: is CUDA_VISIBLE_DEVICES empty"),
         (H100.replace("9.0", "7.5"), {}, "GPU 0", "it has no bfloat16 and no kernel for packed rows"),
-        (H100.replace("9.0", "7.0"), {}, "GPU 0", "torch for CUDA 13 has no kernels for it"),
+        (H100.replace("9.0", "7.0"), {}, "GPU 0", "torch for CUDA 13.0 has no kernels for it"),
         (H100.replace("Default", "Exclusive_Process"), {}, "GPU 0", "generator and learner cannot share it"),
         (H100.replace("81000", "40000"), {}, "GPU 0", "others use its memory"),
         (H100, {"seen": 2, "peers": False}, "P2P", "weights and gradients go by the host"),
