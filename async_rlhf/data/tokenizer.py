@@ -161,7 +161,8 @@ def encode_parts(
     first = next(chunks)
     is_small = len(first) == len(rows)
     make = partial(_batch, tokenizer)
-    if keep and not is_small:
+    tells_time = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))  # no later start finds its texts
+    if keep and not is_small and not tells_time:
         make = partial(_kept, tokenizer, _state(tokenizer))
     batches, done = [], 0
     with progress_bar(f"{label}: tokenising", len(rows), shown=not is_small) as progress:
@@ -253,7 +254,8 @@ def _state(tokenizer: PreTrainedTokenizerBase) -> str:
     """All that the tokens of a text depend on. A slow tokenizer is identified by its vocabulary and its class."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-    parts = [type(tokenizer), words, sorted(tokenizer.special_tokens_map.items())]
+    split = getattr(tokenizer, "split_special_tokens", None)
+    parts = [type(tokenizer), words, sorted(tokenizer.special_tokens_map.items()), split]
     return digest_of(f"{parts} {transformers.__version__} {tokenizers.__version__} {Path(__file__).read_bytes()!r}")
 
 

@@ -298,6 +298,27 @@ def test_tokens_of_what_is_sampled_are_not_kept(folder, tokenizer):
     assert not folder.exists()
 
 
+def test_texts_with_the_time_in_them_are_not_kept(folder, tokenizer):
+    """No later start would find them."""
+    dated = byte_tokenizer()
+    dated.chat_template = "{{ strftime_now('%Y') }}"
+    assert list(encode(dated, TEXTS)) == expected_of(tokenizer)
+    assert not folder.exists()
+
+
+def test_a_tokenizer_that_splits_special_tokens_has_tokens_of_its_own(folder):
+    found = []
+    for split in (False, True):
+        reader = byte_tokenizer()
+        reader.split_special_tokens = split
+        texts = [f"{text}{reader.eos_token}" for text in TEXTS]
+        assert list(encode(reader, texts)) == [
+            tuple(reader(text, add_special_tokens=False).input_ids) for text in texts
+        ]
+        found.append(list(encode(reader, texts)))
+    assert found[0] != found[1]
+
+
 def test_few_tokens_are_in_memory(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizers, "_CHUNK", len(TEXTS))
     assert list(encode(tokenizer, TEXTS)) == expected_of(tokenizer)
