@@ -41,15 +41,15 @@ def whole_file(path: Path) -> Iterator[TextIO]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete_abandoned(path)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        with naming(path), _locked(temporary) as file:
+    with naming(path), _locked_temporary(path) as file:
+        temporary = Path(file.name)
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            temporary.replace(path)  # while it is locked: another writer would take it for abandoned
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -58,13 +58,15 @@ def write_file(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _locked(path: Path) -> TextIO:
-    """A new text file, with a lock as long as it is open."""
+def _locked_temporary(path: Path) -> TextIO:
+    """A new text file beside another, with a lock as long as it is open."""
     while True:
-        file = path.open("w", encoding="utf-8")
+        # Each has a name of its own: another writer deletes by name what it has found without a lock.
+        temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+        file = temporary.open("w", encoding="utf-8")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists():
+        if temporary.exists():
             return file
         file.close()  # another writer has deleted it before it was locked
 

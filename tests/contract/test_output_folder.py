@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.run import callbacks
 from async_rlhf.run.folder import REPORT_MARK, Checkpoints, hold_folder
 from async_rlhf.run.manifest import delete_whole, stranger_in, verify, write_whole
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import whole_file, write_file
 from async_rlhf.system.lock import InUseError
 
 HOLDER = Path(__file__).with_name("holder.py")
@@ -439,3 +440,16 @@ def test_what_killed_writers_of_a_small_file_left_is_deleted(tmp_path):
         first.write("1")
     assert [*tmp_path.iterdir()] == [path]
     assert path.read_text() == "1"
+
+
+def test_a_file_that_several_write_at_once_is_there_whole(tmp_path):
+    """None takes another's for one that a killed writer has left."""
+
+    def write(number: int) -> None:
+        for _ in range(100):
+            write_file(tmp_path / "file", f"{number}" * 100)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    assert (tmp_path / "file").read_text() in {f"{number}" * 100 for number in range(8)}
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
