@@ -81,7 +81,7 @@ class Unread(Tensor):
         made = super().__torch_function__(func, types, args, kwargs or {})
         if not isinstance(made, Unread) or made.origin is not None:
             return made
-        dim = (kwargs or {}).get("dim", 0)
+        dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
         if (func is torch.stack and dim == 0) or (func is torch.cat and dim > 0):
             parts = [part.origin for part in args[0] if getattr(part, "origin", None) is not None]
             made.origin = Merged(parts, dim, tuple(made.shape)) if len(parts) == len(args[0]) else None

@@ -155,6 +155,7 @@ def fold(tensor: Tensor) -> Tensor:
     place, and summed modulo 2^64: twice, by different numbers.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = data if data.storage_offset() % 8 == 0 else data.clone()
     whole = data.numel() // 8 * 8
     rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]

@@ -172,6 +172,7 @@ def test_idle_shares_of_a_trace_made_by_hand():
     # Generator 0 did nothing for 4 of 8 seconds, generator 1 never in its 6.
     assert (found.generators, found.number) == (pytest.approx(4 / 14), 2)
     assert found.text == "The learner waited 40% of the time, its 2 generators 29%."
+    assert idleness([[*spans, Span("learner", "fault", 100, 100, 1, "killed")]]) == found  # a fault is no work
     # A second start that only waits: of 20 seconds the learner waited 14.
     assert idleness([spans, [span("learner", "wait", 0, 10)]]).learner["wait"] == pytest.approx(0.7)
     alone = idleness([[span("learner", "wait", 0, 10), span("learner", "generate", 1, 10)]])

@@ -132,6 +132,8 @@ def test_a_checksum_on_the_device_sees_every_bit_and_every_place(dtype):
     swapped[:8], swapped[8:16] = data[8:16].clone(), data[:8].clone()
     assert tuple(fold(swapped.view(dtype)).tolist()) not in found
     assert fold(tensor).tolist() == right
+    shifted = torch.cat([tensor[:1], tensor])[1:]  # not at a multiple of 8 bytes
+    assert fold(shifted).tolist() == right
 
 
 def test_a_checksum_on_the_device_does_not_depend_on_its_parts(monkeypatch):

@@ -48,6 +48,8 @@ def idleness(traces: Iterable[Sequence[Span]]) -> Idleness | None:
     for spans in traces:
         learner, generators = defaultdict[str, list[Interval]](list), defaultdict[str, list[Interval]](list)
         for span in spans:
+            if span.why:  # a fault is no work
+                continue
             if span.track == LEARNER:
                 learner[span.name].append((span.start, span.end))
             elif span.name in GENERATES:  # one that has several batches under way has several tracks
