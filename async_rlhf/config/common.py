@@ -211,7 +211,7 @@ class EpisodesConfig(Checked):
     """Most tokens of an episode, or of one conversation of an agent, after its prompt, with what the environment says;
     null for what the model's positions leave beside the longest prompt, but at most 4096, or max_turns times
     response_length if that is more."""
-    step_timeout: float | None = key(60.0, gt=0, may_change="the machine may be slower")
+    step_timeout: float | None = key(60.0, gt=0)
     """Seconds that an environment or a tool may take for one answer; null for no limit. One that takes longer has
     failed: a run then does what reward_errors says."""
 

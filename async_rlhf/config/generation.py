@@ -90,6 +90,7 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
     weights_dir: str | None = key(None, role="place")
     """Folder for the weights: the learner writes it and every server reads it under the same path; null for ``weights``
     in output_dir."""
+    step_timeout = key(60.0, may_change="the machine may be slower")
     in_flight: bool = False
     """Load new weights between two tokens of unfinished completions instead of before a batch, so that no token is
     staler than S. Each is recorded with the version that drew it, which depends on timing: no two runs are alike."""

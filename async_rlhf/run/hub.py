@@ -7,6 +7,7 @@ import os
 import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class HubUploads(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the repository, so that a wrong token or name is said at the beginning."""
         disable_progress_bars()  # they would cut through the run's own
-        self._api.run_as_future(self._attempt, "the repository", self._repository)
+        self._api.run_as_future(self._attempt, "the repository", lambda: self._repository)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Upload the checkpoint, as the strategy says."""
@@ -114,7 +115,7 @@ class HubUploads(TrainerCallback):
 
     def _upload(self, staged: Path, name: str, message: str) -> None:
         try:
-            repository = self._repository()
+            repository = self._repository
             self.url = _upload_model(self._api, repository, staged, message)
             place = {"checkpoint": LAST, "all_checkpoints": name}.get(self.config.hub_strategy)
             if place is not None and name != FINAL:
@@ -129,6 +130,7 @@ class HubUploads(TrainerCallback):
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
+    @cached_property
     def _repository(self) -> str:
         """The repository's whole name; it is made if need be."""
         return self._api.create_repo(self._name, private=self.config.hub_private_repo, exist_ok=True).repo_id

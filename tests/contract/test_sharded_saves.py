@@ -434,7 +434,7 @@ def test_zero_neither_writes_shards_nor_reads_them(checkpoint, make_policy, toke
         takes_shards = False
 
     monkeypatch.setattr(build, "make_parallel", lambda config, ranks: Zero(ranks))
-    monkeypatch.setattr(build, "_load_models", partial(pytest.fail, "models were loaded"))
+    monkeypatch.setattr(build, "load_models", partial(pytest.fail, "models were loaded"))
     with pytest.raises(
         ConfigError, match=r'parallel.strategy: got .auto.; must be "ddp" or "fsdp" to go on from .*-2,'
     ):

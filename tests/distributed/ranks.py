@@ -28,10 +28,10 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.models import head, saving
 from async_rlhf.models.publish import NoSnapshots
 from async_rlhf.models.saving import FILE_BYTES
-from async_rlhf.run import build, shards
+from async_rlhf.run import build, inputs, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
-READS_SHARES = build._reads_shares
+READS_SHARES = inputs._reads_shares
 MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
@@ -116,7 +116,7 @@ def change_modules(whole: bool, first_scale: float, head_rows: int | None, file_
     build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
     saving.FILE_BYTES = file_bytes
     shards.READ_BYTES = file_bytes
-    build._reads_shares = (lambda *_: False) if whole else READS_SHARES
+    inputs._reads_shares = (lambda *_: False) if whole else READS_SHARES
     loss_scale.FIRST = first_scale
     if head_rows is not None:
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0

@@ -148,7 +148,7 @@ def test_its_pairs_are_two_rows_of_a_pass(folder, make_policy, tokenizer, prompt
     simpo = find("simpo.py:SIMPO")
     assert batch_of(WorkloadConfig(response_tokens=5.0), recipe).train_rows == 2 * recipe.train.training_limits.units
     asked = []
-    monkeypatch.setattr("async_rlhf.run.build.with_sizes", lambda config, *rest: asked.append(rest) or config)
+    monkeypatch.setattr("async_rlhf.run.inputs.with_sizes", lambda config, *rest: asked.append(rest) or config)
     rows, said = [{"query": f"q{i}"} for i in range(8)], "Algorithm.rows_per_unit of simpo: got 1; must be 2"
     for algorithm in (simpo, replace(simpo, rows_per_unit=1)):
         config = replace(recipe.train, output_dir=f"rows{algorithm.rows_per_unit}", total_episodes=8)

@@ -330,7 +330,8 @@ def test_every_model_of_the_learner_is_compiled(
 def test_what_is_decided_of_recomputing_reaches_the_model(make_policy, tokenizer, prompts, make_args, monkeypatch):
     for decided in (True, False):
         monkeypatch.setattr(
-            "async_rlhf.run.build.with_sizes", lambda config, *_, to=decided: replace(config, gradient_checkpointing=to)
+            "async_rlhf.run.inputs.with_sizes",
+            lambda config, *_, to=decided: replace(config, gradient_checkpointing=to),
         )
         args = make_args(f"run-{decided}", total_episodes=8)
         trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
