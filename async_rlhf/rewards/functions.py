@@ -25,9 +25,9 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 None instead of a number says that the function does not apply to that completion, and leaves its reward to the others.
 
 A batch is judged as soon as it has been sampled, beside training on the one before, unless a function keeps a state
-(`load_state_dict`) or draws from the global random generators: then batches are judged in their turn. If every function
-of a run has a true attribute `by_prompt`, they are called with some prompts of a batch, and all K completions of each,
-while others are still being sampled.
+(`load_state_dict`) or draws from the global random generators: then batches are judged in their turn, and the
+generators are seeded by (seed, batch) before. If every function of a run has a true attribute `by_prompt`, they are
+called with some prompts of a batch, and all K completions of each, while others are still being sampled.
 
 Every call of a plain function is made in a new thread, so what belongs to one thread must be opened within the call.
 Coroutines all run in one event loop, for the life of the process: an HTTP client may be kept between calls, and none of

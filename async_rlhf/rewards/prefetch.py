@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-from async_rlhf.system.random_state import RandomState, capture, equal
+from async_rlhf.system.random_state import capture, equal, restore, seed_by
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group
 
@@ -30,8 +30,8 @@ class _Job(Generic[Judged]):
     index: int
     groups: Sequence[Group]
     done: Future[Judged] = field(default_factory=Future)
-    before: RandomState | None = None
-    """The state of the global random generators before it was judged, if numbers were drawn meanwhile."""
+    drew: bool = False
+    """Whether random numbers were drawn meanwhile: then it is judged again, in its turn."""
 
     @property
     def is_waiting(self) -> bool:
@@ -42,9 +42,10 @@ class _Job(Generic[Judged]):
 class EarlyResults(Generic[Judged]):
     """Judges batches one after the other in a daemon thread; a function that hangs there keeps no process from ending.
 
-    What a function draws from the global random generators depends on the batches before. So functions that judge whole
-    batches judge the first one in its turn, which shows whether they draw. If they do, or if later a function or a
-    callback at the same time draws, every batch from there on is judged in its turn.
+    What functions draw from the global random generators depends on the run's seed and the batch alone: in a batch's
+    turn they are seeded for it, and restored after it. They cannot be seeded beside training, which shares them. So
+    functions that judge whole batches judge the first one in its turn, which shows whether they draw. If they do, or if
+    later a function or a callback at the same time draws, every batch from there on is judged in its turn.
 
     Args:
         judge: computes the rewards of groups. It is never called twice at the same time.
@@ -53,6 +54,7 @@ class EarlyResults(Generic[Judged]):
         name: what is computed, for traces.
         functions: whether users' functions judge, which may hang and may draw random numbers. If not, the end waits for
             the thread: one that runs a kernel when the interpreter ends can abort the process.
+        seed: of the run.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class EarlyResults(Generic[Judged]):
         join: Callable[[Sequence[Judged]], Judged] | None = None,
         name: str = "rewards",
         functions: bool = True,
+        seed: int = 0,
     ) -> None:
-        self._judge, self._join, self._name, self._functions = judge, join, name, functions
+        self._judge, self._join, self._name, self._functions, self._seed = judge, join, name, functions, seed
         self._here: dict[int, dict[int, Sequence[Group]]] = {}
         """Parts of batches that are not whole yet, by the number of the first prompt."""
         self._alone = threading.Lock()
@@ -71,8 +74,6 @@ class EarlyResults(Generic[Judged]):
         """By batch and number of the first prompt, in the order in which they came."""
         self._draws = None if functions and join is None else False
         """Whether judging draws random numbers; None as long as that is unknown."""
-        self._before: RandomState | None = None
-        """The state of the global random generators before what is being judged; None if nothing is."""
 
     @contextmanager
     def running(self, trace: Trace | None) -> Iterator[None]:
@@ -112,12 +113,6 @@ class EarlyResults(Generic[Judged]):
             self._jobs.setdefault(index, {})[first] = _Job[Judged](index, groups)
             self._changed.notify_all()
 
-    def random_state(self) -> RandomState:
-        """The state of the global random generators from which the next batch in turn draws."""
-        with self._changed:  # at most one job has drawn: then those after it wait for their turn
-            before = next((job.before for job in self._all() if job.before is not None), self._before)
-            return before or capture()
-
     def of(self, batch: Batch) -> Judged:
         """The rewards of a batch whose turn it is, computed now if they were not before; raises what judging raised."""
         with self._changed:
@@ -134,18 +129,27 @@ class EarlyResults(Generic[Judged]):
                 for job in jobs:
                     with suppress(CancelledError):
                         job.done.exception()
-                if not any(job.done.cancelled() for job in jobs):
+                if not any(job.done.cancelled() or job.drew for job in jobs):
                     judged = [job.done.result() for job in jobs]
                     return judged[0] if self._join is None else self._join(judged)
-            with self._alone:
-                before = capture()
-                try:
-                    return self._judge(batch.groups)
-                finally:
-                    self._learn(not equal(before, capture()))
+            return self._in_turn(batch)
         finally:
             with self._changed:
                 self._jobs.pop(batch.index, None)
+
+    def _in_turn(self, batch: Batch) -> Judged:
+        """The rewards of a batch, computed now."""
+        with self._alone:
+            if not self._functions:
+                return self._judge(batch.groups)
+            outside = capture()
+            seed_by(self._seed, batch.index)
+            before = capture()
+            try:
+                return self._judge(batch.groups)
+            finally:
+                self._learn(not equal(before, capture()))
+                restore(*outside)
 
     def _learn(self, drew: bool) -> None:
         """Note whether random numbers were drawn while a batch was judged."""
@@ -171,7 +175,6 @@ class EarlyResults(Generic[Judged]):
                     job = self._possible()
                     if job is None or not job.done.set_running_or_notify_cancel():
                         continue
-                    self._before = capture()
                 self._do(job, trace)
 
     def _possible(self) -> _Job[Judged] | None:
@@ -179,18 +182,16 @@ class EarlyResults(Generic[Judged]):
         return None if self._draws is None else next((job for job in self._all() if job.is_waiting), None)
 
     def _do(self, job: _Job[Judged], trace: Trace | None) -> None:
-        started = time.monotonic()
+        started, before = time.monotonic(), capture() if self._functions else None
         outcome: Callable[[], None]
         try:
             outcome = partial(job.done.set_result, self._judge(job.groups))
         except BaseException as error:  # whatever it is, it is raised where the batch has its turn
             outcome = partial(job.done.set_exception, error)
         with self._changed:
-            assert self._before is not None
-            if self._functions and not equal(self._before, capture()):
-                job.before = self._before
+            if before is not None and not equal(before, capture()):
+                job.drew = True
                 self._learn(True)
-            self._before = None
             outcome()
         if trace is not None:
             what = {"batch": job.index} if job.index > 0 else {"evaluation": -job.index}

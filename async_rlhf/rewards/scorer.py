@@ -38,7 +38,6 @@ from async_rlhf.rewards.functions import (
 )
 from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.rewards.sandbox import StoppableFunction, loader_of, warn_unstoppable
-from async_rlhf.system.random_state import RandomState
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch, Group, Sample, ScoredBatch
 
@@ -112,7 +111,7 @@ class Scorer:
         self._weights = dict(zip(names, weights, strict=True))
         by_prompt = all(getattr(function, "by_prompt", False) for function in reward_funcs)
         join = _Judged.join if reward_funcs and by_prompt and not self.model_elsewhere else None
-        self._early = EarlyResults(self._judge, join, functions=bool(reward_funcs))
+        self._early = EarlyResults(self._judge, join, functions=bool(reward_funcs), seed=config.seed)
         self._processes: dict[str, StoppableFunction] = {}
         """Of the functions that a time limit can stop, unless actors call them."""
         if config.reward_timeout is not None and (config.launch == "local" or config.ray.reward_workers == 0):
@@ -204,10 +203,6 @@ class Scorer:
         """
         if not self.state():
             self._early.begin(index, first, groups, self.config.batch_size if prompts is None else prompts)
-
-    def random_state(self) -> RandomState:
-        """The state of the global random generators, from which the rewards of the next batch draw."""
-        return self._early.random_state()
 
     def _judge(self, groups: Sequence[Group]) -> _Judged:
         """What reward functions say, and a reward model that computes elsewhere."""

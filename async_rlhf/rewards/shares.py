@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xxhash import xxh32
-
 from async_rlhf.rewards.functions import Outcome, RewardError, RewardFunction, judge
-from async_rlhf.system.random_state import capture, equal, seed_all
+from async_rlhf.system.random_state import capture, equal, seed_by
 
 
 class SharedFunctions:
@@ -49,7 +47,7 @@ class SharedFunctions:
         """
 
         def judged(part: slice) -> list[Outcome]:
-            self._seed_for(prompts[part], completions[part])
+            seed_by(self._seed, prompts[part], completions[part])
             columns_here = {name: values[part] for name, values in columns.items()}
             found = []
             for outcome in judge(self._functions, prompts[part], completions[part], columns_here, timeout, retries):
@@ -60,7 +58,7 @@ class SharedFunctions:
 
         if not self._draw:
             found, after = judged(slice(None)), capture()
-            self._seed_for(prompts, completions)
+            seed_by(self._seed, prompts, completions)
             self._draw = not equal(capture(), after)
             if not self._draw:
                 return found
@@ -71,8 +69,3 @@ class SharedFunctions:
                 rewards.setdefault(name, []).extend(values)
                 errors[name] = errors.get(name) or error
         return [(name, values, errors[name]) for name, values in rewards.items()]
-
-    def _seed_for(self, prompts: Sequence[str], completions: Sequence[str]) -> None:
-        """Seed the global random generators for these completions."""
-        text = repr((self._seed, prompts, completions))
-        seed_all(xxh32(text.encode(errors="surrogatepass")).intdigest())

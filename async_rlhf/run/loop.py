@@ -240,7 +240,7 @@ class TrainingLoop(Loop):
         evaluation = self.evaluations.under_way(batch)
         if not self.run.ranks.is_main:
             return {}
-        random_tensors, random_values = self.run.scorer.random_state()
+        random_tensors, random_values = random_state.capture()
         values = {
             "random": random_values,
             "rewards": self.run.scorer.state(),

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh32
 
 RandomState: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 """Tensors, and values for JSON."""
@@ -19,6 +20,11 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def seed_by(*parts: object) -> None:
+    """Seed them by a digest of these values."""
+    seed_all(xxh32(repr(parts).encode(errors="surrogatepass")).intdigest())
 
 
 def capture(gpus: bool = True) -> RandomState:

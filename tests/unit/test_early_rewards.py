@@ -21,7 +21,7 @@ from async_rlhf.rewards.functions import RewardError
 from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.system.random_state import capture, equal
+from async_rlhf.system.random_state import capture, equal, seed_by
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 EARLY = "early rewards"
@@ -123,9 +123,7 @@ class Drawing(Slow):
         return [random.random() + float(torch.rand(())) for _ in completions]
 
 
-def test_a_checkpoint_has_the_random_numbers_that_the_next_batch_was_judged_with(
-    make_policy, tokenizer, prompts, make_args
-):
+def test_random_rewards_after_a_resume_are_those_of_the_whole_run(make_policy, tokenizer, prompts, make_args):
     whole, function = asynchronous(make_args, "whole", save_steps=1), Drawing(0.0)
     lines = run(make_policy(), tokenizer, prompts, whole, function)
     assert len(function.calls) == 6
@@ -270,7 +268,7 @@ def test_the_error_of_a_part_is_raised_in_the_turn_of_its_batch(make_policy, tok
 
 
 def test_numbers_that_are_drawn_later_are_drawn_in_turn_from_then_on():
-    """A checkpoint meanwhile has the state before them."""
+    """What was drawn before its turn is not used: it is drawn again, as the batch's seed says."""
     groups, others, asked = [(Group(Prompt(i, i, (1,)), ()),) for i in range(5)], threading.Event(), []
 
     def judge(given):
@@ -280,10 +278,12 @@ def test_numbers_that_are_drawn_later_are_drawn_in_turn_from_then_on():
             others.wait(60)
         return random.random() if number >= 2 else 0.0
 
+    expected = [0.0, 0.0]
+    for index in (3, 4, 5):
+        seed_by(7, index)
+        expected.append(random.random())
     random.seed(1)
-    expected = [0.0, 0.0, *(random.random() for _ in range(3))]
-    random.seed(1)
-    before, rewards = capture(), EarlyResults(judge)
+    before, rewards = capture(), EarlyResults(judge, seed=7)
     with rewards.running(None):
         found = [rewards.of(Batch(1, 0, groups[0], 0.0))]
         for number in (1, 2, 3):
@@ -293,13 +293,14 @@ def test_numbers_that_are_drawn_later_are_drawn_in_turn_from_then_on():
         deadline = time.monotonic() + 60
         while equal(before, capture()) and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert equal(rewards.random_state(), before)
+        after = capture()
         found += [rewards.of(Batch(number + 1, 0, groups[number], 0.0)) for number in (2, 3)]
         rewards.begin(5, 0, groups[4], 1)
         time.sleep(0.1)
-        assert asked == [0, 1, 2, 3], "nothing before its turn any more"
+        assert asked == [0, 1, 2, 2, 3], "nothing before its turn any more"
         found.append(rewards.of(Batch(5, 0, groups[4], 0.0)))
     assert found == expected
+    assert equal(after, capture()), "others draw as if no reward had drawn"
 
 
 def test_what_a_callback_draws_beside_is_not_drawn_again(caplog):
@@ -401,19 +402,20 @@ def test_what_may_be_judged_before_its_turn(tokenizer, make_args):
 def test_a_function_that_has_drawn_sees_each_batch_in_its_turn(tokenizer, make_args):
     config, function = asynchronous(make_args, "run"), Drawing(0.0)
     scorer, groups = Scorer(tokenizer, config, None, [function]), answers(config)
-    random.seed(1)
-    torch.manual_seed(1)
-    expected = function(["x"] * 2 * len(groups)), function(["x"] * 2 * len(groups))
+    expected = {}
+    for batch in (1, 2, -2):
+        seed_by(config.seed, batch)
+        expected[batch] = function(["x"] * 2 * len(groups))
     function.calls.clear()
-    random.seed(1)
-    torch.manual_seed(1)
+    before = capture()
     with scorer.started():
-        for batch in (1, 2):
+        for batch in (2, -2, 1, 2):
             scorer.begin(batch, 0, groups)
             time.sleep(0.3)
             found = scorer(Batch(batch, 0, groups, 0.0)).rewards["Drawing"]
-            assert found.tolist() == expected[batch - 1]
-    assert len(function.calls) == 2
+            assert found.tolist() == expected[batch], "of the seed and the batch, in whatever order"
+    assert len(function.calls) == 4
+    assert equal(capture(), before)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -428,7 +430,6 @@ def test_rewards_of_parts_are_those_of_the_batch(tokenizer, make_args, parts):
     assert function.sizes == [2 * size] * parts
     assert scored.scores_PK.tolist() == [[1.0, 1.0]] * len(groups)
     assert 0.05 * parts <= scored.metrics["time/reward_funcs"] < 30
-    assert equal(scorer.random_state(), capture())
 
 
 def test_states_of_functions_are_restored_by_name(tokenizer, make_args):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,7 +177,7 @@ def test_what_is_called_elsewhere_is_bitwise_what_is_called_here(tokenizer):
         judge = scorer(tokenizer, *names, limit=limit)
         assert len(judge._processes) == (0 if limit is None else 4)
         with judge.started():
-            found.append([judge(make_batch(tokenizer, "a", "bcd")) for _ in range(3)])
+            found.append([judge(replace(make_batch(tokenizer, "a", "bcd"), index=index)) for index in range(3)])
     for here, there in zip(*found, strict=True):
         assert torch.equal(here.scores_PK, there.scores_PK)
         times = {"time/reward_funcs"}
