@@ -94,7 +94,7 @@ def _measured(path: Path, kind: str, held_out: bool) -> dict[str, Any]:
     from async_rlhf.commands.ratings import encode_ratings
     from async_rlhf.commands.reward import encode_pairs
     from async_rlhf.commands.sft import encode_rows
-    from async_rlhf.commands.training import steps_of
+    from async_rlhf.commands.stage_loop import steps_of
     from async_rlhf.data.held_out import hold_out
     from async_rlhf.data.loading import load_rows
     from async_rlhf.data.stream import PromptStream

@@ -22,7 +22,7 @@ from async_rlhf.commands.evaluation.likelihood import EncodedRow
 from async_rlhf.commands.evaluation.statistics import correlation_interval, pearson, spearman
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.commands.stage import Stage, json_lines
-from async_rlhf.commands.training import weighted_rows
+from async_rlhf.commands.stage_loop import weighted_rows
 from async_rlhf.config import PairsConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.formats import demonstration_parts, first_words

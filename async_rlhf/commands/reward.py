@@ -24,7 +24,8 @@ from async_rlhf.commands.ratings import Scale, encode_ratings, evaluate_ratings,
 from async_rlhf.commands.reward_scale import calibration, center_scores
 from async_rlhf.commands.sft import divided, encode_rows, load_stage_rows
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import Task, run_stage, weighted_rows
+from async_rlhf.commands.stage_loop import Task, weighted_rows
+from async_rlhf.commands.training import run_stage
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import SCORE

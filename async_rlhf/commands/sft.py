@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.algorithms.supervised import SFT
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, loss_and_perplexity
 from async_rlhf.commands.stage import Stage
-from async_rlhf.commands.training import Task, run_stage, weighted_rows
+from async_rlhf.commands.stage_loop import Task, weighted_rows
+from async_rlhf.commands.training import run_stage
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import ChatConfig

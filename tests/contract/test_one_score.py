@@ -12,9 +12,10 @@ from tiny import byte_tokenizer, new_policy, new_reward_model
 from transformers import GenerationConfig
 
 from async_rlhf import OnlineDPOConfig
-from async_rlhf.commands.evaluate import _conversations, _human_answers
+from async_rlhf.commands.evaluate import _conversations
+from async_rlhf.commands.evaluation.answers import human_answers
+from async_rlhf.commands.evaluation.generations import Generation
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
-from async_rlhf.commands.generate import Generation
 from async_rlhf.commands.ratings import encode_ratings
 from async_rlhf.commands.relabel import relabel
 from async_rlhf.commands.reward import encode_pairs
@@ -154,7 +155,7 @@ def test_functions_get_the_same_messages_everywhere(tmp_path):
         relabel([row], judge, "data")
     line = Generation(str(prompt.columns["query"]), "", "stop", (), (), prompt.tokens, 0, {}, None, [])
     line.columns.update({MESSAGES: asked, "reference_response": text})
-    human = _human_answers([line], judge.chat)
+    human = human_answers([line], judge.chat)
     more = _conversations([line], human)
     judge([line.query], [line.columns], human.texts, [True], more)
     assert len(seen) == 8

@@ -18,7 +18,7 @@ from tiny import byte_tokenizer, new_policy, new_reward_model
 from transformers import PreTrainedModel
 
 from async_rlhf.cli import _run
-from async_rlhf.commands.training import StageLoop
+from async_rlhf.commands.stage_loop import StageLoop
 from async_rlhf.distributed.parallel import decayed_groups, trainable
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import write_model

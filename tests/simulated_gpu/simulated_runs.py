@@ -24,8 +24,8 @@ from simulated_device import Traffic, traffic
 from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, new_reward_model
 from transformers import TrainerCallback
 
-from async_rlhf.commands import generate
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation import sampling
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.distributed.parallel import ALONE
@@ -142,7 +142,7 @@ def judges(folder: Path) -> list[str]:
     write_model(new_policy(), byte_tokenizer(), folder / "policy")
     write_model(new_reward_model(), byte_tokenizer(), folder / "reward")
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    places, made, engine_of = list[str](), list[RewardJudge](), generate._Engines.of
+    places, made, engine_of = list[str](), list[RewardJudge](), sampling.Engines.of
     judge_of, scored = RewardJudge.of.__func__, RewardJudge.__call__
 
     def noted(kind: type, *args: Any) -> RewardJudge:
@@ -159,7 +159,7 @@ def judges(folder: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RewardJudge, "of", classmethod(noted))
         patch.setattr(RewardJudge, "__call__", looked(scored))
-        patch.setattr(generate._Engines, "of", looked(engine_of))
+        patch.setattr(sampling.Engines, "of", looked(engine_of))
         run_evaluate(
             EvaluateConfig(
                 models={"policy": str(folder / "policy")},

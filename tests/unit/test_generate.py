@@ -13,9 +13,10 @@ import torch
 from tiny import byte_tokenizer, json_rows
 
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation.generations import read_generations
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
 from async_rlhf.commands.evaluation.statistics import length_controlled_win_rate, outcomes
-from async_rlhf.commands.generate import read_generations, run_generate
+from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, JudgeConfig, VLLMConfig
 from async_rlhf.data.tokenizer import train_tokenizer

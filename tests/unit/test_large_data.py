@@ -32,8 +32,8 @@ from async_rlhf.commands.ratings import encode_ratings
 from async_rlhf.commands.relabel import run_relabel
 from async_rlhf.commands.reward import encode_pairs, run_reward
 from async_rlhf.commands.sft import encode_rows, run_sft
+from async_rlhf.commands.stage_loop import steps_of
 from async_rlhf.commands.train import run_train
-from async_rlhf.commands.training import steps_of
 from async_rlhf.config import ConfigError, GenerateConfig, RelabelConfig, RewardConfig, SFTConfig
 from async_rlhf.data import files
 from async_rlhf.data import tokenizer as tokenizers

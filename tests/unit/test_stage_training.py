@@ -21,7 +21,7 @@ from async_rlhf.commands import sft as sft_command
 from async_rlhf.commands.reward import run_reward
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
-from async_rlhf.commands.training import StageLoop
+from async_rlhf.commands.stage_loop import StageLoop
 from async_rlhf.config import AdapterConfig, ConfigError, ParallelConfig, RewardConfig, SFTConfig
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models import budget

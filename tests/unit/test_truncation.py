@@ -14,8 +14,9 @@ from test_generate import config, evaluation  # noqa: F401
 from tiny import drawn
 
 from async_rlhf.commands.evaluate import run_evaluate
+from async_rlhf.commands.evaluation.generations import read_generations
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, response_logprob_sums
-from async_rlhf.commands.generate import read_generations, run_generate
+from async_rlhf.commands.generate import run_generate
 from async_rlhf.config import ConfigError, GenerationConfig, OffPolicyConfig
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams

@@ -12,8 +12,9 @@ from tiny import tiny_config
 from transformers import GPTNeoXForSequenceClassification
 
 from async_rlhf.commands import generate as module
+from async_rlhf.commands.evaluation.generations import read_generations
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, response_logprob_sums
-from async_rlhf.commands.generate import read_generations, run_generate
+from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.reward_scale import center_scores
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import GenerateConfig, VLLMConfig

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.config import PairsConfig
+from async_rlhf.config.engines import find
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.loading import Rows
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.generation.protocol import Completions, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions
-from async_rlhf.models.loading import stop_token_ids
+from async_rlhf.models.loading import load_policy, stop_token_ids
+from async_rlhf.models.weights import named_weights
 from async_rlhf.system.progress import progress_bar
 from async_rlhf.types import Prompt, Sample
 
@@ -139,3 +145,51 @@ def sampled_in_shares(
     everyone = ranks.gather("samples", list(zip(mine, found, strict=True)))
     sampled = {number: group for part in everyone for number, group in part}
     return [sampled[number] for number in range(len(prompts))]
+
+
+class Engines:
+    """The engine of one model after another; a copy is reused for the next model if it has the same shape.
+
+    Args:
+        config: how to sample.
+        longest: tokens of the longest prompt.
+        ranks: each of which has an engine of its own.
+        episodes: how they are played; None for plain answers.
+    """
+
+    def __init__(self, config: HeldOutConfig, longest: int, ranks: Ranks, episodes: EpisodeSpec | None = None) -> None:
+        self.config, self.longest, self.ranks, self.episodes = config, longest, ranks, episodes
+        self.device = rank_device(config, ranks)
+        self._copy: Any = None
+        self._shape: dict[str, Any] = {}
+
+    def of(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+        """What samples from the model of that folder or hub name."""
+        engine = self._engine(name, source, tokenizer)
+        return engine if self.episodes is None else Played(engine)
+
+    def _engine(self, name: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+        config, copies = self.config, "policy" not in find(self.config.engine).supports
+        device, dtype = torch.device("cpu") if copies else self.device, getattr(torch, config.dtype)
+        model = load_policy(source, device, key=f"models.{name}", trust=config.trust_remote_code)
+        params = sampling_params(model, tokenizer, config, 1, self.longest, self.episodes)
+        if not copies:
+            return TransformersEngine(model.to(dtype), params)
+        unlike = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "architectures", "transformers_version")
+        shape = {key: value for key, value in model.config.to_dict().items() if key not in unlike}
+        if self._copy is None or shape != self._shape:
+            self.close()
+            engine, vllm = config.engine, config.vllm
+            length = self.longest + (config.episode_length or config.response_length)
+            kind = self.device.type
+            spec = ModelSpec(type(model), model.config, dtype, kind, engine=engine, vllm=vllm, max_length=length)
+            self._copy, self._shape = make_engine(spec, params), shape
+        self._copy.params = replace(params)
+        self._copy.load(named_weights(model), self._copy.version + 1)
+        return self._copy
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
