@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One node: three ranks of the learner on a GPU each, the generator on the fourth.
 #
-#   sbatch recipes/slurm/one_node.sh recipes/tldr/online_dpo_410m.yml --train.per_device_train_batch_size 21 \
-#       --train.gradient_accumulation_steps 8 --train.total_episodes 129024
+#   sbatch recipes/slurm/one_node.sh recipes/tldr/online_dpo_410m.yml --train.gradient_accumulation_steps 21 \
+#       --train.total_episodes 129024
 #
 # Five minutes before its time is over, and when it is preempted, the run saves and ends; the job is then put back into
 # the queue under the same number, and goes on where it was, bit for bit (on GPUs with --train.deterministic true).

@@ -2,7 +2,7 @@
 # Several nodes: vLLM servers on all GPUs of the first, the learner's ranks on all GPUs of the others.
 #
 #   sbatch --nodes=3 recipes/slurm/several_nodes.sh recipes/tldr/online_dpo_410m.yml mnoukhov/pythia410m-sft-tldr \
-#       --train.gradient_accumulation_steps 2
+#       --train.gradient_accumulation_steps 4
 #
 # The model is named for the servers, which read its architecture; weights come from the run, over the network.
 # As one_node.sh it saves when its time is nearly over, is put back into the queue, and goes on; preempted without that

@@ -608,9 +608,11 @@ def test_a_width_that_is_not_given_follows_from_the_parameters():
 def test_a_recipe_says_how_large_passes_are():
     recipe = parse(RunConfig, "train", ["--config", str(RECIPES / "tldr" / "online_dpo_410m.yml")])[0]
     batch = batch_of(WorkloadConfig(prompt_tokens=350), recipe)
-    assert (batch.train_rows, batch.annotate_rows, batch.longest_prompt) == (32, 64, 512)  # 16 pairs
+    assert (batch.train_rows, batch.annotate_rows, batch.longest_prompt) == (28, 64, 512)  # 14 pairs of full length
+    assert batch.rows_of_pass == 40  # 16,384 tokens, of which a row has 403 on average
     own = batch_of(WorkloadConfig(prompt_tokens=350, train_rows=3, annotate_rows=5, longest_prompt=400), recipe)
     assert (own.train_rows, own.annotate_rows, own.longest_prompt) == (3, 5, 400)
+    assert own.rows_of_pass == 3
 
 
 def test_a_recipe_says_what_the_workload_leaves_open():

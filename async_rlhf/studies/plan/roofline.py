@@ -55,6 +55,13 @@ class Batch:
     """As the recipe says, or a GPU decides."""
     generator_bytes: float = 2.0
     """Of a weight, the same."""
+    mean_rows: int | None = None
+    """Completions of mean length that a pass of the recipe has."""
+
+    @property
+    def rows_of_pass(self) -> int:
+        """Completions that a pass with gradient has; as train_rows, if the recipe does not limit its tokens."""
+        return self.mean_rows or self.train_rows
 
     @property
     def rows(self) -> int:
@@ -80,6 +87,9 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     if recipe is not None:
         train = recipe.train
         found["recompute"] = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
+        if workload.train_rows is None:
+            mean = math.ceil(found["prompt_tokens"] + found["response_tokens"])
+            found["mean_rows"] = train.training_limits.rows(mean, find(recipe.algorithm).rows_per_unit)
         found |= {"values": find(recipe.algorithm).needs(train).copies_reward, "bf16": train.in_bfloat16}
         found["generator_bytes"] = _BYTES[train.generation.weights_dtype]
     batch = Batch(**found)
@@ -259,11 +269,12 @@ class Roofline:
         forward = judges / (peak * hardware.forward_mfu)
         update = (4 if self.recompute(learners) is True else 3) * trains / (peak * hardware.train_mfu)
         around, gbs = (learners - 1) / learners, hardware.reduce_gbs * 1e9
-        if self._sharded:  # once for a forward pass, twice for one with gradient
+        if self._sharded:  # once for a forward pass, twice for one with gradient, whose gradients are summed then
             whole = around * _GATHERED_BYTES / gbs / learners
             passes = batch.prompts * batch.samples_per_prompt / batch.annotate_rows
             forward = max(forward, (self._frozen + self._value) * whole * passes)
-            update = max(update, 2 * self._trained * whole * batch.rows * batch.num_epochs / batch.train_rows)
+            passes = batch.rows * batch.num_epochs / batch.rows_of_pass
+            update = max(update, (2 + model.gradient_bytes / _GATHERED_BYTES) * self._trained * whole * passes)
         summed = 2 * around * self._trained * model.gradient_bytes / gbs
         passes = 3 if self.recompute(learners) else 2  # its backward pass exchanges gradients
         exchanged = passes * self._trained * sum(trained) * batch.num_epochs
