@@ -248,7 +248,7 @@ class InlineCopyGenerator(InlineGenerator):
 
     def _load(self, policy: PreTrainedModel, version: int) -> None:
         weights = dict(iterate_weights(policy, self._adapters_only, dtype=self._dtype))
-        wrong = differing(self.engine.load(weights, version), digests(weights, on_device=policy.device.type == "cuda"))
+        wrong = differing(self.engine.load(weights, version), digests(weights, folded=policy.device.type == "cuda"))
         if wrong:
             raise GeneratorError(f"the engine took weights that are not those of version {version}: {wrong}")
 

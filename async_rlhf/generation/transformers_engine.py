@@ -26,6 +26,7 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms, truncated
 from async_rlhf.models.forward import evaluating
+from async_rlhf.models.publish import are_folded
 from async_rlhf.models.routing import recorded_routes
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.determinism import prepare_deterministic
@@ -119,8 +120,8 @@ class TransformersEngine:
             for name, tensor in held.items():
                 tensor.copy_(tensors[name])
         self.version = version
-        on_device = any(tensor.is_cuda for tensor in tensors.values())
-        return digests({name: tensor.to(tensors[name].dtype) for name, tensor in held.items()}, on_device=on_device)
+        rounded = {name: tensor.to(tensors[name].dtype) for name, tensor in held.items()}
+        return digests(rounded, folded=are_folded(tensors))
 
     def probe(self) -> list[float]:
         """See :func:`~async_rlhf.generation.audit.probe_logprobs`."""

@@ -38,7 +38,16 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, EngineLostError, Occupancy, SamplingParams
 from async_rlhf.generation.vllm_requests import own_seed, request_fields, seeds_of, to_sample
 from async_rlhf.models.adapters import write_adapter
-from async_rlhf.models.publish import Region, SharedTensors, layout, mapped_at, nameless_file, pinned, tensors_in
+from async_rlhf.models.publish import (
+    Region,
+    SharedTensors,
+    are_folded,
+    layout,
+    mapped_at,
+    nameless_file,
+    pinned,
+    tensors_in,
+)
 from async_rlhf.models.weights import digests
 from async_rlhf.system.files import cache_folder
 from async_rlhf.system.subprocesses import started_within
@@ -148,7 +157,7 @@ class VLLMEngine:
 
         if self._processes is not None:
             return self._processes.load(tensors)
-        (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(),))
+        (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(), are_folded(tensors)))
         return found
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -162,7 +171,7 @@ class VLLMEngine:
                 raise RuntimeError("vLLM did not take the adapter")
         # vLLM asks for the adapter by number with every request, and would read the folder each time.
         self._adapter = LoRARequest("policy", 1, folder)
-        return digests(tensors, on_device=any(tensor.is_cuda for tensor in tensors.values()))
+        return digests(tensors, folded=are_folded(tensors))
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """K completions for each prompt, in the order of the prompts. All wait for places at vLLM's scheduler."""
@@ -469,7 +478,8 @@ class SeveralProcesses:
 
     def load(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Have all processes load their shares. Returns the digest of each tensor that all of them were given."""
-        return same(self._llm.collective_rpc(load_region, args=(self._region(tensors),)))
+        arguments = self._region(tensors), are_folded(tensors)
+        return together(self._llm.collective_rpc(load_region, args=arguments))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -502,17 +512,19 @@ class SeveralProcesses:
         return region
 
 
-def same(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Digests by name; those on which processes differ are no digests of anything."""
-    names = dict.fromkeys(name for each in found for name in each)
-    return {name: " or ".join(dict.fromkeys(each.get(name, "none") for each in found)) for name in names}
+def together(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The digests of all processes' shares, by name."""
+    return {name: digest for each in found for name, digest in each.items()}
 
 
-def load_region(worker: Any, region: Region) -> dict[str, str]:
-    """In vLLM's process: :func:`~async_rlhf.generation.vllm_weights.load_weights` from memory of another process."""
+def load_region(worker: Any, region: Region, folded: bool) -> dict[str, str]:
+    """In vLLM's process: :func:`~async_rlhf.generation.vllm_weights.load_weights` from memory of another process, which
+    all processes read: each computes the checksums of its share of the tensors.
+    """
     from async_rlhf.generation.vllm_weights import load_weights
 
-    return load_weights(worker, tensors_of(region).items())
+    share = worker.rank, worker.vllm_config.parallel_config.tensor_parallel_size
+    return load_weights(worker, tensors_of(region).items(), folded, share)
 
 
 def tensors_of(region: Region) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from async_rlhf.generation.broadcast import Receiver, gpu_of
 from async_rlhf.generation.placement import available_cores
-from async_rlhf.models.weights import as_in_checkpoints, device_digests, digests, fold
+from async_rlhf.models.weights import as_in_checkpoints, digests, fold, fold_digests
 
 _HASHING = min(8, available_cores())
 """Threads that compute checksums while weights are loaded; they hold no lock of Python's meanwhile."""
@@ -49,7 +49,7 @@ class SnapshotLoader:
         rank = self.rank + 1  # type: ignore[attr-defined]  # of vLLM's worker
         receiver = self.__dict__.setdefault("async_rlhf_receiver", Receiver())
         tensors = receiver.receive(fields, rank, device)
-        return {} if tensors is None else load_weights(self, tensors, on_device=False)
+        return {} if tensors is None else load_weights(self, tensors)
 
     def describe_model(self) -> dict[str, Any]:
         """The architecture, and how it is computed."""
@@ -68,30 +68,36 @@ class SnapshotLoader:
         return json.loads(json.dumps(found, default=str))
 
 
-def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]], on_device: bool = True) -> dict[str, str]:
+def load_weights(
+    worker: Any, tensors: Iterable[tuple[str, Tensor]], folded: bool = False, share: tuple[int, int] = (0, 1)
+) -> dict[str, str]:
     """Load a snapshot in place of the model's weights.
 
     Args:
         worker: of vLLM.
         tensors: with their names in transformers' model; taken one after the other.
-        on_device: tensors on a GPU are folded there. The learner, which keeps them on the host if it sends them by
-            NCCL, then has to do the same.
+        folded: their checksums are computed where the model is. Of those that the learner sends by NCCL it keeps a copy
+            on the host, and computes them there.
+        share: compute the checksums of every nth tensor, from this number on: (number, n).
 
     Returns:
-        The digest of each tensor that vLLM took.
+        The digest of each tensor of the share that vLLM took.
 
     Raises:
         RuntimeError: some weights are still the old ones.
     """
     model, config = worker.model_runner.get_model(), worker.vllm_config
     handed: dict[str, Callable[[], dict[str, str]]] = {}
-    folded, like = dict[str, Tensor](), dict[str, Tensor]()
+    folds, like = dict[str, Tensor](), dict[str, Tensor]()
 
     def handing_over() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
+        for number, (name, tensor) in enumerate(tensors):
             # On a GPU in the stream that received it, which is this thread's.
-            if tensor.is_cuda and on_device:
-                folded[name], like[name] = fold(tensor), torch.empty_like(tensor, device="meta")
+            if number % share[1] != share[0]:
+                pass
+            elif folded:
+                tensor = tensor.to(worker.device)
+                folds[name], like[name] = fold(tensor), torch.empty_like(tensor, device="meta")
             elif tensor.is_cuda:
                 handed[name] = partial(dict, digests({name: tensor}))
             else:
@@ -118,7 +124,7 @@ def load_weights(worker: Any, tensors: Iterable[tuple[str, Tensor]], on_device: 
         )
     worker.model_runner.reset_lora_state()
     found = {name: digest for compute in handed.values() for name, digest in compute().items()}
-    return found | device_digests(folded, like)
+    return found | fold_digests(folds, like)
 
 
 @contextmanager

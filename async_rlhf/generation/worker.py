@@ -41,6 +41,7 @@ from async_rlhf.generation.protocol import (
     drawing,
     fingerprint,
 )
+from async_rlhf.generation.staging import StagedWeights
 from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.random_state import seed_all
@@ -76,15 +77,24 @@ class RequestHandler:
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         seed_all(params.seed)
-        self.weights = weights
+        self.weights: Weights = weights
         self.engine = make_engine(spec, params)
+        self._staged: StagedWeights | None = None
         if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
             weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
-        self.sampler = EpisodeSampler(self.engine, heartbeat=heartbeat)
+            if spec.engine == "vllm" and spec.adapter is None and spec.gpus == 1 and weights.folded:
+                self.weights = self._staged = StagedWeights(weights, torch.device(spec.device))
+        self.sampler = EpisodeSampler(self.engine, heartbeat=self._alive)
         self._heartbeat = heartbeat
-        self.engine.heartbeat_with(heartbeat)
+        self.engine.heartbeat_with(self._alive)
         self._held: dict[int, dict[str, str]] = {}
         self._probed: tuple[int, list[float]] | None = None
+
+    def _alive(self) -> None:
+        """Give a sign of life, between two steps of the engine."""
+        self._heartbeat()
+        if self._staged is not None:
+            self._staged.stage(self.engine.version)
 
     def answer(self, request: Request) -> Reply:
         """Load the weights and sample."""

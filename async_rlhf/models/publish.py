@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.weights import HASHING, Weight, digests, weights_of
+from async_rlhf.models.weights import HASHING, Weight, digests, fold, fold_digests, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,11 @@ class AsyncCopy:
         later: does what need not be done now.
     """
 
+    folds: dict[str, Tensor]
+    """See :func:`~async_rlhf.models.weights.fold`: by name, of what was copied with one."""
+
     def __init__(self, model: nn.Module, parallel: Parallel, later: Later) -> None:
+        self.folds = {}
         self._device = device = parallel.device or next(model.parameters()).device
         self._stream = _stream_of(device) if device.type == "cuda" else None
         self._later = later
@@ -124,15 +128,18 @@ class AsyncCopy:
         own = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own} if self._stream is not None else set()
 
-    def copy(self, tensor: Tensor, place: Tensor) -> None:
+    def copy(self, tensor: Tensor, place: Tensor, name: str | None = None) -> None:
         """Copy a tensor, which may change as soon as this returns.
 
         Args:
             tensor: of any type.
             place: for it; filled once what :meth:`end` is given begins.
+            name: for its checksum, computed before it leaves the device; None for none.
         """
         if self._stream is None or tensor.device == place.device:
             place.copy_(tensor)
+            if name is not None:
+                self.folds[name] = fold(place).to(self._device)
             return
         # Rounded before it crosses the bus: a copy that rounds moves the wider type, and rounds on the host.
         copied = tensor.to(place.dtype)
@@ -140,8 +147,13 @@ class AsyncCopy:
             copied = copied.clone()
         while self._under_way and sum(size for size, _ in self._under_way) + copied.nbytes > self._room:
             self._under_way.popleft()[1].result()
-        work = partial(self._on_stream, self._ready(), partial(place.copy_, copied, non_blocking=True))
+        work = partial(self._on_stream, self._ready(), partial(self._leave, copied, place, name))
         self._under_way.append((copied.nbytes, self._later(work)))
+
+    def _leave(self, copied: Tensor, place: Tensor, name: str | None) -> None:
+        place.copy_(copied, non_blocking=True)
+        if name is not None:
+            self.folds[name] = fold(copied)
 
     def end(self, work: Work) -> Future[None]:
         """Have this done when all copies are in place."""
@@ -270,6 +282,9 @@ class Snapshots:
         """What is read of that model for each version."""
         self._held = ExitStack()
         self._hashing = 1
+        self.folded = False
+        """Whether checksums are computed on GPUs: on the learner's before weights leave it, and where they arrive."""
+        self._folds: dict[str, Tensor] = {}
 
     @property
     def newest(self) -> int:
@@ -289,6 +304,7 @@ class Snapshots:
         """
         self.published.pop(version - self.slots, None)
         copies = AsyncCopy(model, parallel, later)
+        self._folds = copies.folds
         with torch.no_grad():
             if parallel.takes_part:
                 parallel.barrier("reading weights", model)
@@ -298,7 +314,7 @@ class Snapshots:
                 for name, weight in self._weights.items():
                     tensor = weight.read()  # on all ranks, in one order
                     if name in places:
-                        copies.copy(tensor, places[name])
+                        copies.copy(tensor, places[name], name if self.folded else None)
         copies.end(partial(self.make_available, version))
 
     def pin(self, memory: Tensor) -> None:
@@ -336,11 +352,24 @@ class Region:
 
 
 class SharedTensors(dict[str, Tensor]):
-    """Tensors by name, in a region that other processes can map."""
+    """Tensors by name, in a region that other processes can map.
 
-    def __init__(self, tensors: Mapping[str, Tensor], region: Region) -> None:
+    Args:
+        tensors: by name.
+        region: where they lie.
+        folded: whether their checksums are computed on GPUs.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], region: Region, folded: bool = False) -> None:
         super().__init__(tensors)
-        self.region = region
+        self.region, self.folded = region, folded
+
+
+def are_folded(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the checksums of these tensors are those of :func:`~async_rlhf.models.weights.fold`."""
+    if isinstance(tensors, SharedTensors):
+        return tensors.folded
+    return any(tensor.is_cuda for tensor in tensors.values())
 
 
 class SnapshotRing(Snapshots):
@@ -376,7 +405,7 @@ class SnapshotRing(Snapshots):
 
     def __reduce__(self) -> tuple[object, ...]:
         """A child process gets the same memory, not a copy."""
-        return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd))
+        return _attach, (self.specs, self.slot_bytes, self.slots, DupFd(self.fd), self.folded)
 
     @classmethod
     def for_model(
@@ -389,6 +418,7 @@ class SnapshotRing(Snapshots):
         ring._version[0] = -1
         if fd >= 0 and parallel.device_of(model).type == "cuda":
             ring.pin(memory)
+            ring.folded = True
         return ring
 
     @staticmethod
@@ -402,10 +432,12 @@ class SnapshotRing(Snapshots):
     def views(self, version: int) -> dict[str, Tensor]:
         """The tensors of a version's slot, without a copy."""
         tensors = tensors_in(self.slot(version), self.specs)
-        if self.fd < 0:
-            return tensors
+        return tensors if self.fd < 0 else self.shared(tensors, version)
+
+    def shared(self, tensors: Mapping[str, Tensor], version: int) -> SharedTensors:
+        """These tensors of a version, with the place where other processes find them."""
         region = Region(self.path, self._start(version), self.slot_bytes, self.specs)
-        return SharedTensors(tensors, region)
+        return SharedTensors(tensors, region, self.folded)
 
     @property
     def path(self) -> str:
@@ -429,7 +461,11 @@ class SnapshotRing(Snapshots):
         return self.views(version)
 
     def make_available(self, version: int) -> None:
-        self.published[version] = digests(self.views(version), self._hashing, on_device=self.memory.is_cuda)
+        views = self.views(version)
+        if self.folded:
+            self.published[version] = fold_digests(self._folds, views)
+        else:
+            self.published[version] = digests(views, self._hashing, folded=self.memory.is_cuda)
         self._version[0] = version  # last, so that readers of the number find the whole version
 
     def close(self) -> None:
@@ -545,9 +581,11 @@ class NoSnapshots(Snapshots):
         return dict.fromkeys(self._weights)
 
 
-def _attach(specs: Specs, slot_bytes: int, slots: int, fd: Any) -> SnapshotRing:
+def _attach(specs: Specs, slot_bytes: int, slots: int, fd: Any, folded: bool) -> SnapshotRing:
     own = fd.detach()
-    return SnapshotRing(specs, slot_bytes, slots, mapped(own), own)
+    ring = SnapshotRing(specs, slot_bytes, slots, mapped(own), own)
+    ring.folded = folded
+    return ring
 
 
 def _attach_device(

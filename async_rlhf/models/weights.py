@@ -120,16 +120,16 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def digests(tensors: Mapping[str, Tensor], threads: int = 1, on_device: bool = False) -> dict[str, str]:
+def digests(tensors: Mapping[str, Tensor], threads: int = 1, folded: bool = False) -> dict[str, str]:
     """A 128-bit checksum of type, shape and bytes of each tensor.
 
     Args:
         tensors: by name.
         threads: that compute; they hold no lock of Python's meanwhile.
-        on_device: give :func:`device_digests` instead.
+        folded: give :func:`fold_digests` instead.
     """
-    if on_device:
-        return device_digests({name: fold(tensor) for name, tensor in tensors.items()}, tensors)
+    if folded:
+        return fold_digests({name: fold(tensor) for name, tensor in tensors.items()}, tensors)
 
     def of(tensor: Tensor) -> str:
         return digest(tensor.dtype, tuple(tensor.shape), [tensor])
@@ -181,7 +181,7 @@ def _mixed(words_N: Tensor) -> Tensor:
     return words_N ^ (words_N >> 33 & 0x7FFFFFFF)
 
 
-def device_digests(folded: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def fold_digests(folded: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A checksum of type, shape and bytes of each tensor, from what :func:`fold` gave, in one copy to the host."""
     numbers = torch.stack(list(folded.values())).tolist() if folded else []
     words = (f"{first & _ALL:016x}{second & _ALL:016x}" for first, second in numbers)

@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_547, 30_278, 38_832, 16, 449
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_625, 30_364, 38_875, 16, 449
 """Each rises only with a feature, by what that feature needs."""
 SECONDS = 420
 """Of processor time that ``make test`` may take: four minutes on two cores."""

@@ -10,6 +10,7 @@ its own.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -227,8 +228,9 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _require_deterministic(function, args)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    if function is aten.copy_.default and target is None and non_blocking and _streams[-1] is not None:
-        _streams[-1].pending.append(partial(args[0].copy_, args[1].held))
+    if function is aten.copy_.default and non_blocking and _streams[-1] is not None:
+        place, source = (getattr(tensor, "held", tensor) for tensor in args[:2])
+        _streams[-1].pending.append(partial(place.copy_, source))
         return args[0]
     owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
     held = partial(_mapped, SimulatedTensor, attrgetter("held"))
@@ -378,19 +380,38 @@ class SimulatedEvent:
         """Without a stream, of the one of the current device: that is the first GPU, wherever tensors are."""
         stream = stream or _streams[-1]
         if stream is not None:
-            self.upto, self.index = list(stream.pending), stream.index
+            self.stream, self.upto, self.index = stream, list(stream.pending), stream.index
+
+    def happen(self) -> None:
+        """Do what the stream was asked up to here, if it has not been done."""
+        for work in self.upto:
+            if work in self.stream.pending:
+                self.stream.pending.remove(work)
+                work()
 
 
 class SimulatedStream:
-    """Copies to the host that it has been asked for, and has not begun."""
+    """Copies that it has been asked for, and has not begun.
 
-    def __init__(self, device: Any = None) -> None:
+    Args:
+        device: its GPU.
+        at_once: it is the one on which everything happens at once.
+    """
+
+    def __init__(self, device: Any = None, at_once: bool = False) -> None:
         self.pending: list[Callable[[], Any]] = []
         self.index = 0 if device is None else torch.device(device).index or 0
+        self._at_once = at_once
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """The stream of the tensors themselves is never behind, but that of another GPU says nothing of them."""
         assert event.index == self.index, f"GPU {self.index} waits for what GPU {event.index} was asked to do"
+        if self._at_once:
+            event.happen()
+
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        """The stream on which everything happens at once has nothing that could be waited for."""
+        assert stream.index == self.index, f"GPU {self.index} waits for GPU {stream.index}"
 
     def synchronize(self) -> None:
         _waits()
@@ -436,7 +457,14 @@ def _pinned(tensor: Tensor) -> Tensor:
     return copied
 
 
-_factories = _Factories()
+_thread = threading.local()
+
+
+def _here() -> None:
+    """From now on tensors can be made on the device in this thread."""
+    if not hasattr(_thread, "factories"):
+        _thread.factories = _Factories()
+        _thread.factories.__enter__()
 
 
 def install() -> None:
@@ -448,7 +476,7 @@ def install() -> None:
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.device_count = lambda: GPUS
     cuda.current_device = lambda: 0
-    cuda.set_device = lambda device: None
+    cuda.set_device = lambda device: _here()
     cuda.device = lambda device: nullcontext()
     cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.get_device_name = lambda device=None: "simulated GPU"
@@ -459,11 +487,11 @@ def install() -> None:
     cuda.set_rng_state = lambda state, device=0: None
     cuda.synchronize = lambda device=None: _waits()
     cuda.Stream, cuda.Event, cuda.stream = SimulatedStream, SimulatedEvent, _on_stream
-    cuda.current_stream = lambda device=None: _streams[-1] or SimulatedStream(device)
+    cuda.current_stream = lambda device=None: _streams[-1] or SimulatedStream(device, at_once=True)
     cuda.cudart = lambda: SimulatedRuntime
     Tensor.pin_memory = _pinned
     _redirect_autocast()
-    _factories.__enter__()
+    _here()
 
 
 def _redirect_autocast() -> None:

@@ -6,11 +6,10 @@ import json
 import os
 import pickle
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from async_rlhf.commands.evaluation import sampling
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.config import EvaluateConfig
 from async_rlhf.distributed.parallel import ALONE
-from async_rlhf.generation import process
-from async_rlhf.generation.engines import ModelSpec
+from async_rlhf.generation import process, worker
+from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
@@ -236,48 +235,69 @@ class Published:
 class PathOfWeights:
     """What bringing a version from one GPU to a generator on another one touches."""
 
-    bytes: Mapping[str, float]
-    """Of each parameter, by step."""
-    threads: int
-    """That compute the learner's checksums."""
+    tensors: int
+    bytes: Mapping[str, int]
+    """By step, and of a version."""
+    copies: Mapping[str, int]
+    """To the GPU while the engine samples, that the host does not wait for."""
+    waits: Mapping[str, int]
+    """Of the host while a version is staged, by place."""
     pinned: bool
     """Whether the generator's GPU copies from the memory of the host by itself."""
+    later: int
+    """The version that the engine held when a newer one was on its way."""
 
 
-def path_of_weights() -> PathOfWeights:
-    """Publish on the first GPU, and have a worker's engine on the second one load the version."""
-    policy, hashed, threads = new_policy().to("cuda:0"), Counter[str](), set[int]()
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
-    who, digest, all_at_work = "the learner's checksums", weights.digest, threading.Barrier(weights.HASHING)
+def path_of_weights(room: int = 80 * 10**9) -> PathOfWeights:
+    """Publish on the first GPU, and have a worker's engine on the second one load the version.
+
+    Args:
+        room: bytes that are free there.
+    """
+    policy, hashed, digest = new_policy().to("cuda:0"), Counter[str](), weights.digest
+    expected = {name: tensor.bfloat16() for name, tensor in weights.named_weights(new_policy()).items()}
 
     def counted(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> str:
         parts = list(parts)
-        hashed[who] += sum(part.nbytes for part in parts)
-        if who == "the learner's checksums" and threading.get_ident() not in threads:
-            threads.add(threading.get_ident())
-            all_at_work.wait(20)
+        hashed["checksums on the host"] += sum(part.nbytes for part in parts)
         return digest(dtype, shape, parts)
 
-    weights.digest = counted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "digest", counted)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (room, room))
         ring = snapshots.SnapshotRing.for_model(policy, torch.bfloat16, 2)
         with traffic() as out:
-            ring.publish(policy, 1, ALONE)
+            ring.publish(policy, 0, ALONE)
         args = new_args(Path(), device="cuda:0", generation={"dtype": "bfloat16"})
         own = pickle.loads(ForkingPickler.dumps(ring))
-        spec = ModelSpec.for_workers(args, policy, ALONE, "cuda:1", 1)
+        spec = replace(ModelSpec.for_workers(args, policy, ALONE, "cuda:1", 1), engine="vllm")
+        patch.setattr(
+            worker, "make_engine", lambda spec, params: make_engine(replace(spec, engine="transformers"), params)
+        )
         handler = RequestHandler(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
         pinned = own.memory.data_ptr() in simulated_device.SimulatedRuntime.pinned
-        who = "the generator's checksums"
+        handler.load(0)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.neg_()
+        ring.publish(policy, 1, ALONE)
+        with traffic() as staging:
+            handler.engine.generate([Prompt(0, 0, (1, 2, 3))])
+        later = handler.engine.version
         with traffic() as there:
-            found = handler.engine.load(own.views(1), 1)
-        assert found == ring.published[1]
-    finally:
-        weights.digest = digest
+            handler.load(1)
+        assert handler._held[1] == ring.published[1], "other weights"
+        held = weights.named_weights(handler.engine.model)
+        assert all(torch.equal(held[name].cpu(), -tensor) for name, tensor in expected.items())
     own.close()
     ring.close()
-    hashed |= {"to the host": sum(out.to_host.values()), "to the generator's GPU": sum(there.to_device.values())}
-    return PathOfWeights({name: size / parameters for name, size in hashed.items()}, len(threads), pinned)
+    sizes = {"a version": sum(tensor.nbytes for tensor in expected.values())}
+    sizes |= {"to the host": sum(out.to_host.values()), "loaded": sum(there.to_device.values()), **hashed}
+    copies, waits = (
+        {place: count for place, count in found.items() if "staging" in place}
+        for found in (staging.copies, staging.waits)
+    )
+    return PathOfWeights(len(expected), sizes, copies, waits, pinned, later)
 
 
 def publish_float32(kind: str, folder: Path) -> Published:
@@ -315,7 +335,9 @@ def publish(kind: str, folder: Path, lora: bool = False, dtype: torch.dtype = to
     with traffic() as later:
         for part in work:
             part()
-    found = ring.published[1] == weights.digests(expected, on_device=kind == "DeviceRing")
+    found = ring.published[1] == weights.digests(expected, folded=kind in ("DeviceRing", "SnapshotRing"))
+    if kind == "SnapshotRing":  # its checksums are of what has left, not of what has arrived
+        found = found and all(torch.equal(expected[name], tensor) for name, tensor in ring.views(1).items())
     with traffic() as looking:
         assert ring.newest == 1
     assert not looking.waits, "who samples in flight would wait for the device in every step"

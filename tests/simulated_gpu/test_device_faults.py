@@ -157,13 +157,13 @@ TOO_DEAR = {
     "weights that leave the device in float32": too_dear(
         publish,
         "models.publish:AsyncCopy.copy",
-        "partial(place.copy_, copied, non_blocking=True)",
+        "partial(self._leave, copied, place, name)",
         "partial(place.copy_, tensor.clone())",
     ),
     "weights that the learner's thread copies to the host": too_dear(
         publish,
         "models.publish:AsyncCopy.copy",
-        "partial(place.copy_, copied, non_blocking=True)",
+        "partial(self._leave, copied, place, name)",
         "place.copy_(copied).size",
     ),
     "weights that are not copied within the device": too_dear(

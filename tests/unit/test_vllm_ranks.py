@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from async_rlhf.config import ConfigError, ParallelConfig, RayConfig, VLLMConfig
+from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.placement import check_gpus, check_memory, memory_taken, worker_devices
-from async_rlhf.generation.vllm_engine import SeveralProcesses, end_with, same, tensors_of, threads_of_each
+from async_rlhf.generation.vllm_engine import (
+    SeveralProcesses,
+    end_with,
+    load_region,
+    tensors_of,
+    threads_of_each,
+    together,
+)
 from async_rlhf.models.publish import Region, SnapshotRing
 from async_rlhf.models.weights import differing, digests, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
@@ -198,7 +208,7 @@ def test_another_process_maps_a_snapshot_by_its_name_alone(make_policy):
             ours.send(ring.views(version).region)
             assert ours.poll(60)
             assert ours.recv() == ring.published[version]
-        llm = FakeVLLM(lambda region: (ours.send(region), ours.recv())[1])
+        llm = FakeVLLM(lambda region, folded: (ours.send(region), ours.recv())[1])
         processes = SeveralProcesses(llm)
         for _ in range(2):
             with torch.no_grad():
@@ -225,12 +235,20 @@ class FakeVLLM:
         return [self._load(*args)] if isinstance(args[0], Region) else [None]
 
 
-def test_processes_that_were_given_other_weights_give_no_digest_that_is_right():
+def test_each_process_computes_the_checksums_of_its_share(monkeypatch):
+    """A process that was given other weights has a share whose checksums are not right."""
+    calls = []
+    monkeypatch.setitem(sys.modules, "async_rlhf.generation.vllm_weights", SimpleNamespace(
+        load_weights=lambda worker, tensors, *how: calls.append(how) or {}))  # fmt: skip
+    monkeypatch.setattr(vllm_engine, "tensors_of", lambda region: {})
+    parallel = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    for rank in range(2):
+        load_region(SimpleNamespace(rank=rank, vllm_config=parallel), None, True)
+    assert calls == [(True, (0, 2)), (True, (1, 2))]
     right = {"a": "1", "b": "2"}
-    assert same([right, dict(right)]) == right
-    assert differing(same([right, {"a": "1", "b": "3"}]), right) == "1 of 2 tensors: b"
-    assert differing(same([right, {"a": "1"}]), right) == "1 of 2 tensors: b"
-    assert differing(same([right, {**right, "c": "1"}]), right) == "1 of 2 tensors: c"
+    assert together([{"a": "1"}, {"b": "2"}]) == right
+    assert differing(together([{"a": "1"}, {"b": "3"}]), right) == "1 of 2 tensors: b"
+    assert differing(together([{"a": "1"}, {}]), right) == "1 of 2 tensors: b"
 
 
 def start_another(pipe: Connection) -> None:

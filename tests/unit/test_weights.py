@@ -16,7 +16,7 @@ from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.vllm_engine import _process_left_alone, folder_of, gpu_environment
 from async_rlhf.models import weights
 from async_rlhf.models.publish import BackgroundThread, DeviceRing, SnapshotFolder, SnapshotRing, pinned
-from async_rlhf.models.weights import checksum, device_digests, differing, digests, fold, named_weights
+from async_rlhf.models.weights import checksum, differing, digests, fold, fold_digests, named_weights
 from async_rlhf.system.subprocesses import context_of, start_process
 
 
@@ -141,8 +141,8 @@ def test_a_checksum_on_the_device_does_not_depend_on_its_parts(monkeypatch):
     whole = fold(tensor).tolist()
     monkeypatch.setattr(weights, "_FOLDED", 7)
     assert fold(tensor).tolist() == whole
-    assert device_digests({"a": fold(tensor)}, {"a": tensor}) == digests({"a": tensor}, on_device=True)
-    assert digests({"a": tensor}, on_device=True) != digests({"a": tensor.view(7, 143)}, on_device=True)
+    assert fold_digests({"a": fold(tensor)}, {"a": tensor}) == digests({"a": tensor}, folded=True)
+    assert digests({"a": tensor}, folded=True) != digests({"a": tensor.view(7, 143)}, folded=True)
 
 
 def test_vllm_sees_its_own_gpu_alone(monkeypatch):
