@@ -8,8 +8,8 @@ checksums, which cores compute while the GPU copies. "before" is the same with o
 and with memory of the generator's that is not pinned.
 
 Bandwidths of an H100 and its host, GB/s: HBM 3,350 (NVIDIA's data sheet); PCIe 5.0 x16 from pinned memory 55 (64 in the
-specification, less what transfers need); from other memory 4 (an estimate, as are the 55); xxh3 12.4 a thread
-(checksums.py on a CPU, in RESULTS.md), of which eight need a third of what eight channels of DDR5-4800 give (307). What
+specification, less what transfers need); from other memory 4; xxh3 12.4 a thread, as fast as a
+core reads (estimates, as are the 55), of which eight need a third of what eight channels of DDR5-4800 give (307). What
 vLLM does for each layer on the host is in no roofline: its whole reloads were reported at 4 GB/s (vllm#48382).
 """
 
