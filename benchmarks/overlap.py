@@ -28,32 +28,18 @@ import argparse
 import json
 import logging
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import runs
 import torch
+from runs import PROMPT_TOKENS, VOCABULARY, WARM_UP, reward, train
 from smallest import parse
-from tokenizers import Tokenizer, models
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
-
-WARM_UP = 4  # batches: the first ones fill the pipeline
-PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 16, 64, 2048
-
-
-def tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """One token for each number: the text does not matter here."""
-    words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
-    raw = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    raw.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
+RESPONSE_TOKENS = 64
 
 
 def policy(hidden: int = 128, layers: int = 4) -> GPTNeoXForCausalLM:
@@ -70,10 +56,6 @@ def policy(hidden: int = 128, layers: int = 4) -> GPTNeoXForCausalLM:
     )
 
 
-def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    return [float(sum(map(len, text.split()))) for text in completions]
-
-
 @dataclass(frozen=True)
 class Size:
     """Of the policy, and the precision of its arithmetic."""
@@ -87,36 +69,18 @@ def measure(
     staleness: int, prompts: int, batches: int, both_cores: bool = False, size: Size = Size()
 ) -> dict[str, float]:
     """Seconds per batch of one run, means over the batches after the warm-up."""
-    words = [f"w{i}" for i in range(1, PROMPT_TOKENS + 1)]
-    rows = [{"query": " ".join([f"w{i + 20}", *words[1:]])} for i in range(256)]
-    with tempfile.TemporaryDirectory() as folder:
-        placement = {"placement": "inline"} if both_cores else {"placement": "process", "num_threads": 1}
-        args = OnlineDPOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=staleness,
-            total_episodes=prompts * batches,
-            per_device_train_batch_size=prompts,
-            non_eos_penalty=False,
-            max_prompt_length=PROMPT_TOKENS,
-            progress=False,
-            num_threads=2 if both_cores else 1,
-            bf16=size.bf16,
-            # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what they cost.
-            generation=GenerationConfig(response_length=RESPONSE_TOKENS, mismatch_samples=0, **placement),
-        )
-        model = policy(size.hidden, size.layers)
-        OnlineDPOTrainer(model, args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    logs = [json.loads(line) for line in lines][WARM_UP:]
-    mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
-    return {
-        "wall": mean["time/batch"],
-        "generate": mean["time/generate"],
-        "train": mean["time/score"] + mean["time/annotate"] + mean["time/train"],
-        "publish": mean["time/publish"],
-        "wait": mean["time/wait"],
+    # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what comparing them costs.
+    inline = {"placement": "inline", "num_threads": None} if both_cores else {}
+    generation = {"response_length": RESPONSE_TOKENS, **inline}
+    options = {
+        **{"staleness": staleness, "batches": batches, "per_device_train_batch_size": prompts, "bf16": size.bf16},
+        **{"max_prompt_length": PROMPT_TOKENS, "num_threads": 2 if both_cores else 1},
     }
+    model = policy(size.hidden, size.layers)
+    mean = train("online_dpo", model, runs.prompts(), generation, options, reward_funcs=reward).mean_times()
+    shown = {"wall": mean["batch"], "generate": mean["generate"]}
+    shown["train"] = mean["score"] + mean["annotate"] + mean["train"]
+    return shown | {"publish": mean["publish"], "wait": mean["wait"]}
 
 
 def balanced_batch(size: Size, tried: Sequence[int]) -> int:
@@ -130,11 +94,11 @@ def balanced_batch(size: Size, tried: Sequence[int]) -> int:
 
 def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[str, float]]:
     """Medians over rounds, by staleness."""
-    runs: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
+    every: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
     for _ in range(rounds):
-        for name, found in runs.items():
+        for name, found in every.items():
             figures = measure(int(name[0]), prompts, batches, both_cores="both" in name, size=size)
-            base = found if name == "0" else runs["0"]
+            base = found if name == "0" else every["0"]
             figures["efficiency"] = max(figures["generate"], figures["train"]) / figures["wall"]
             figures["publish share"] = figures["publish"] / figures["wall"]
             found.append(figures)
@@ -142,7 +106,7 @@ def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[s
                 figures["speed-up"] = base[-1]["wall"] / figures["wall"]
     return {
         name: {key: statistics.median(f[key] for f in found if key in f) for key in found[0] | found[-1]}
-        for name, found in runs.items()
+        for name, found in every.items()
     }
 
 

@@ -34,13 +34,14 @@ import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
 from smallest import parse
-from trl_example import install_trl
 
 ALGORITHMS = ("online_dpo", "rloo", "grpo")
 WAYS = ("trl", "in turn", "at once")
@@ -55,11 +56,26 @@ CASES: dict[str, dict[str, int]] = {
 SAMPLES = {"online_dpo": 2, "rloo": 4, "grpo": 4}
 KL = {"online_dpo": 0.1, "rloo": 0.05, "grpo": 0.0}
 RATE = 1e-5
+TRL = "1.16.0"
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
     """A reward function."""
     return [float(len(text) % 17) for text in completions]
+
+
+def install_trl(folder: Path) -> Path:
+    """The interpreter of an environment with TRL, whose other packages are those of this one."""
+    python = folder / "bin" / "python"
+    places = [path for path in folder.glob("lib/python*/site-packages") if list(path.glob(f"trl-{TRL}.dist-info"))]
+    if not places:
+        print(f"installing trl {TRL} into {folder}", file=sys.stderr)
+        venv.create(folder, with_pip=False, symlinks=True)
+        target = next(folder.glob("lib/python*/site-packages"))
+        (target / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        subprocess.run([*pip, f"trl=={TRL}"], check=True)
+    return python
 
 
 # What both train on

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 import waits
-from overlap import tokenizer
+from runs import tokenizer
 from waiting import counting_policy
 
 from async_rlhf import GenerationConfig

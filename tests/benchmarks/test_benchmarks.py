@@ -10,7 +10,7 @@ import pytest
 from printed import BENCHMARKS, columns, in_here, markdown, require
 
 TESTS = Path(__file__).parents[1]
-PARTS = {"fake_rank", "machine", "smallest", "tiny_inputs", "waiting", "waits"}
+PARTS = {"fake_rank", "machine", "runs", "smallest", "waiting", "waits"}
 """What benchmarks import: no benchmarks themselves."""
 ELSEWHERE = {
     **dict.fromkeys(
@@ -169,19 +169,3 @@ def test_generation(run):
             require(row["tokens/s"], 1)
             require(row["/ generate"].replace("-", " "), 0.01)
             require(row["/ bare loop"].replace("-", " "), 0.01)
-
-
-def test_the_path_of_weights_by_bandwidths(run):
-    (rows,) = markdown(run("weight_path.py"))
-    assert [row["bytes a parameter"] for row in rows] == ["6", "2", "2", "2", "2", "10", "24"]
-    assert all(float(row["seconds"]) <= float(row["before"]) for row in rows)
-
-
-def test_trl_example_our_side(run, tmp_path):
-    """TRL's is run where somebody installs it: the benchmark does, into an environment of its own."""
-    header, row = run("trl_example.py", "--only", "ours", "--out", str(tmp_path)).splitlines()
-    assert header.split(maxsplit=1) == ["seconds", "reward, means of 10 batches"]
-    name, *figures = row.split()
-    assert name == "async_rlhf"
-    assert len(figures) == 2
-    require(" ".join(figures))

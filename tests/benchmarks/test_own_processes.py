@@ -1,8 +1,8 @@
 """The benchmarks that start several processes, at their smallest size: what they print is possible. Most of them are
 rare: they take minutes, and guard no law.
 
-Not at any size here: TRL's side of peers.py and trl_example.py, which install TRL from PyPI into an environment of
-their own; and peers.py with the quickstart's models, which take minutes to make.
+Not at any size here: TRL's side of peers.py, which installs TRL from PyPI into an environment of its own; and peers.py
+with the quickstart's models, which take minutes to make.
 """
 
 from __future__ import annotations
