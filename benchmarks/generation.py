@@ -11,7 +11,8 @@ whose speed drifts treats them alike. Ratios are within a round: median, lowest 
     vLLM         VLLMEngine, where vLLM is installed: also log-probabilities, seeds by request, versions, finish reasons
 
 In the first table every row is sampled to its full length. In the second one token of `--new-tokens` ends its row, and
-only tokens up to the first such token count: ours leaves out rows that have ended, the others go on with them.
+only tokens up to the first such token count: ours leaves out rows that have ended, the others go on with them. With
+--json also the share of the time in which the device has nothing to compute, because Python is not done (`idle`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import os
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from machine import busy_seconds, seconds
 from smallest import parse
 from torch import Tensor
 from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
@@ -138,19 +139,23 @@ if find_spec("vllm") is not None:
     CONTESTANTS["vLLM"] = vllm
 
 
-def run(options: argparse.Namespace, stops: int) -> dict[str, list[float]]:
-    """Tokens per second of every round, by contestant."""
+def run(options: argparse.Namespace, stops: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Tokens per second of every round, and the share of the last in which the device had nothing, by contestant."""
     model, prompts = make_model(options), make_prompts(options)
     contestants = {name: CONTESTANTS[name](model, prompts, stops, options) for name in options.contestants}
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    idle: dict[str, float] = {}
     for r in range(-1, options.rounds):  # the first round warms up
         names = list(contestants)
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            started = time.perf_counter()
-            tokens = contestants[name]()
+            tokens: list[int] = []
+            taken = seconds(lambda c=contestants[name], t=tokens: t.append(c()), options.device)
             if r >= 0:
-                speeds[name].append(tokens / (time.perf_counter() - started))
-    return speeds
+                speeds[name].append(tokens[0] / taken)
+                if options.json and r == options.rounds - 1 and not stops:
+                    # Not profiled: the profiler makes Python slower, and the kernels not.
+                    idle[name] = max(0.0, 1 - busy_seconds(contestants[name], options.device) / taken)
+    return speeds, idle
 
 
 def medians(speeds: dict[str, list[float]]) -> dict[str, float]:
@@ -192,11 +197,12 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **cpu_environment()})
     torch.set_num_threads(options.threads)
     if options.json:
-        kinds = {"full length": 0, "ends at random": options.vocabulary // options.new_tokens}
-        print(json.dumps({kind: medians(run(options, stops)) for kind, stops in kinds.items()}))
+        speeds, idle = run(options, 0)
+        ends = run(options, options.vocabulary // options.new_tokens)[0] if len(speeds) > 1 else {}
+        print(json.dumps({"full length": medians(speeds), "ends at random": medians(ends), "idle": idle}))
         return
-    print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, stops=0))}")
-    print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens))}")
+    print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, 0)[0])}")
+    print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens)[0])}")
 
 
 if __name__ == "__main__":

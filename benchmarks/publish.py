@@ -1,6 +1,6 @@
 """How fast new weights leave the learner: GB/s of the weights as they are published, in bfloat16.
 
-    python benchmarks/publish.py [--device cuda:0] [--model 410m] [--receivers 1] [--rounds 5] [--json FILE]
+    python benchmarks/publish.py [--device cuda:0] [--model 410m] [--receivers 1] [--rounds 5] [--json]
 
 A GPT-NeoX with float32 weights, of 76 tensors, of 292 small ones, or of the size of Pythia 410m. Every way that is the
 run's includes rounding and checksums:
@@ -11,6 +11,8 @@ run's includes rounding and checksums:
     network    from the host's copy to receivers in processes of their own until each has everything: by NCCL if there
                is a GPU for each receiver beside the learner's, else by TCP; all rounds over the same connections
     raw        torch's broadcast of as many bytes, from one piece of memory into another, by NCCL or Gloo
+
+    rounding, to the host, checksums, to the device: these parts of it alone, one after the other
 
 The first round of each warms up and is shown by itself. "Stall" is what the learner waits for: until publish() returns,
 with a thread that does the rest.
@@ -79,7 +81,9 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
             "folder": SnapshotFolder(Path(folder) / "snapshots", torch.bfloat16, 2),
         }
         for name, snapshots in kinds.items():
-            ways[name] = [_seconds(lambda s=snapshots, v=v: s.publish(model, v), device) for v in range(rounds + 1)]
+            ways[name] = [
+                machine.seconds(lambda s=snapshots, v=v: s.publish(model, v), device) for v in range(rounds + 1)
+            ]
             stalls[name] = statistics.median(_stall(snapshots, model, rounds + 1 + v) for v in range(rounds))
         size = sum(tensor.nbytes for tensor in host.views(0).values())
         gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
@@ -89,6 +93,8 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
         place = device if by_nccl else "cpu"
         ways["network"] = send(host.slot(2 * rounds), host.specs, place, places, rounds + 1)
         ways["raw"] = raw(size, place, places, rounds + 1)
+        for name, part in parts(model, host, device).items():
+            ways[name] = [machine.seconds(part, device) for _ in range(rounds + 1)]
         for snapshots in kinds.values():
             snapshots.close()
     return {
@@ -118,12 +124,21 @@ def _stall(snapshots: Snapshots, model: GPTNeoXForCausalLM, version: int) -> flo
     return seconds
 
 
-def _seconds(work: Callable[[], Any], device: str) -> float:
-    started = time.perf_counter()
-    work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+def parts(model: GPTNeoXForCausalLM, host: SnapshotRing, device: str) -> dict[str, Callable[[], Any]]:
+    """What a version's way to a generator of this host consists of."""
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    views = host.views(0)
+
+    def copy(sources: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+        for name in sources.keys() & places.keys():
+            places[name].copy_(sources[name], non_blocking=True)
+
+    return {
+        "rounding": lambda: copy(model.state_dict(), rounded),
+        "to the host": lambda: copy(rounded, views),
+        "checksums": lambda: digests(views),
+        "to a device": lambda: copy(views, rounded),
+    }
 
 
 def send(
@@ -257,10 +272,10 @@ def _shown(way: Mapping[str, Any]) -> str:
 def text(found: Mapping[str, Any]) -> str:
     how = f"{found['receivers']} receivers by {found['network']}"
     lines = [f"{found['gigabytes']:.3g} GB in {found['tensors']} tensors, {how}"]
-    lines += [f"{'':<10}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
+    lines += [f"{'':<12}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
     for name, way in found["ways"].items():
         lines.append(
-            f"{name:<10}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}{_shown(way):>10}"
+            f"{name:<12}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}{_shown(way):>10}"
         )
     return "\n".join(lines)
 
@@ -272,14 +287,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the host")
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", action="store_true", help="one more line, of JSON")
     options = parse(parser, model="small", rounds=1)
     torch.set_num_threads(options.threads)
     name = options.model or ("410m" if options.device.startswith("cuda") else "small")
     found = measure(options.device, MODELS[name], options.rounds, options.receivers)
     print(f"{machine.name_of(options.device)}: {text(found)}")
     if options.json:
-        Path(options.json).write_text(json.dumps({"machine": machine.describe(options.device), **found}, indent=2))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

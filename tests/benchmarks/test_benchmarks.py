@@ -129,7 +129,7 @@ def test_waits_picture(run, tmp_path):
 
 
 def test_learner(run):
-    titles = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding"]
+    titles = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding", "peak"]
     (row,) = columns(run("learner.py", "--threads", "1"), 0, titles)
     for title in titles:
         require(row[title], 1e-3)
@@ -146,6 +146,7 @@ def test_shared_tokens(run):
         "forest",
         "fewer",
         "bound",
+        "padded",
         "ratio",
         "smallest",
         "largest",
@@ -157,6 +158,7 @@ def test_shared_tokens(run):
     assert int(row["tokens"]) - int(row["forest"]) == 2 * 8
     assert 1 < float(row["bound"]) < float(row["fewer"])
     assert float(row["memory"]) > 1
+    require(row["padded"], 1e-3)
     require(row["ratio"], 1e-3)
 
 
