@@ -29,9 +29,10 @@ from importlib.util import find_spec
 
 import torch
 from machine import busy_seconds, seconds
+from runs import neox
 from smallest import parse
 from torch import Tensor
-from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import DynamicCache, GPTNeoXForCausalLM
 
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.engines import ModelSpec
@@ -47,11 +48,8 @@ Contestant = Callable[[], int]
 
 
 def make_model(options: argparse.Namespace) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    shape = {"num_hidden_layers": options.layers, "num_attention_heads": options.heads}
-    widths = {"hidden_size": options.hidden, "intermediate_size": 4 * options.hidden}
-    config = GPTNeoXConfig(vocab_size=options.vocabulary, **widths, **shape, eos_token_id=None, pad_token_id=0)
-    return GPTNeoXForCausalLM(config).to(options.device, getattr(torch, options.dtype)).eval()
+    model = neox(options.vocabulary, options.hidden, options.layers, options.heads, eos_token_id=None, pad_token_id=0)
+    return model.to(options.device, getattr(torch, options.dtype)).eval()
 
 
 def make_prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -74,9 +72,13 @@ def kept(tokens_BT: Tensor, stops: int) -> int:
     return int((stop_BT.cumsum(dim=1) - stop_BT == 0).sum())
 
 
-def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+def params_of(stops: int, options: argparse.Namespace) -> SamplingParams:
     lengths = {"response_length": options.new_tokens, "batch_size": options.batch}
-    params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+    return SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+
+
+def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+    params = params_of(stops, options)
     engine = TransformersEngine(model, params)
     return lambda: sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
@@ -118,17 +120,14 @@ def bare_loop(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, opti
 
 
 def vllm(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
-    lengths = {"response_length": options.new_tokens, "batch_size": options.batch}
-    params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+    params = params_of(stops, options)
     longest = options.longest_prompt + options.new_tokens
     memory = VLLMConfig(kv_cache_gb=0.5 if options.device == "cpu" else None, gpu_memory_utilization=0.5)
     spec = ModelSpec(type(model), model.config, model.dtype, options.device, vllm=memory, max_length=longest)
     engine = VLLMEngine(spec, params)
 
     def sample() -> int:
-        engine.load(
-            named_weights(model), 0
-        )  # as before every batch of a run; what was cached of the prompts is dropped
+        engine.load(named_weights(model), 0)  # as before every batch; what was cached of the prompts is dropped
         return sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
     return sample

@@ -30,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,81 +43,50 @@ from smallest import parse
 HERE = Path(__file__).parent
 Found = dict[str, Any]
 LIKE_410M = "--hidden 1024 --layers 24"
-PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "GH200": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70}
-"""TFLOPS in bfloat16, dense, by the data sheets of NVIDIA."""
 
 
 class Part(NamedTuple):
-    """A benchmark, and what is shown of the JSON that it prints."""
+    """A benchmark, the seconds that it may take, and which figures of the JSON that it prints are shown."""
 
     benchmark: str
     words: str
     seconds: float
-    """That it may take."""
-    shown: Callable[[Found], dict[str, float | str]]
+    shown: Sequence[str]
 
 
-def of_kernels(found: Found) -> dict[str, float | str]:
-    return {
-        f"{row['model']} {row['shape']}: padded / packed, packed / forest": f"{row['padded']:.2f}, {row['ratio']:.2f}"
-        for row in found["rows"]
-    }
-
-
-def of_update(found: Found) -> dict[str, float | str]:
-    shown: dict[str, float | str] = {}
-    peak = next((tflops for name, tflops in PEAKS.items() if name in machine.name_of(found["device"]).split()), None)
-    for row in found["rows"]:
-        shown[f"{row['budget']} tokens a pass: update / bare pass"] = row["ratio"]
-        shown[f"{row['budget']} tokens a pass: TFLOPS"] = row["tflops"]
-        shown[f"{row['budget']} tokens a pass: share of one large product of matrices"] = row["peak"]
-        if peak is not None:
-            shown[f"{row['budget']} tokens a pass: share of the data sheet's peak"] = row["tflops"] / peak
-    return shown
-
-
-def of_vllm(found: Found) -> dict[str, float | str]:
-    speeds = {f"{name}: tokens/s": speed for name, speed in found["full length"].items()}
-    return speeds | {f"{name}: share of waiting for Python": share for name, share in found["idle"].items()}
-
-
-def of_weights(found: Found) -> dict[str, float | str]:
-    shown: dict[str, float | str] = {f"{found['gigabytes']:.2g} GB to {found['receivers']}, by": found["network"]}
-    for name, way in found["ways"].items():
-        shown[f"{name}: seconds, GB/s"] = f"{way['seconds']:.3g}, {way['gb_per_second']:.3g}"
-    return shown
-
-
-def of_overlap(found: Found) -> dict[str, float | str]:
-    return {
-        f"S = {name}: seconds a batch, sampling, training": ", ".join(f"{run[key]:.3f}" for key in OF_A_BATCH)
-        for name, run in found["staleness"].items()
-    }
-
-
-def of_memory(found: Found) -> dict[str, float | str]:
-    return {
-        f"{case}, {phase}: GB, planned": f"{one['bytes'] / 1e9:.2f}, {one['planned'] / 1e9:.2f}"
-        for case, phases in found["memory"].items()
-        for phase, one in phases.items()
-    }
-
-
-OF_A_BATCH = ("wall", "generate", "train")
 PARTS = {
-    "kernels": Part("shared_tokens", "--bf16 --rounds 5", 240, of_kernels),
-    "update": Part("learner", f"--bf16 {LIKE_410M} --rounds 5 --budgets 4096 16384", 180, of_update),
+    "kernels": Part("shared_tokens", "--bf16 --rounds 5", 240, ("padded", "ratio")),
+    "update": Part("learner", f"--bf16 {LIKE_410M} --rounds 5 --budgets 4096 16384", 180, ("ratio", "tflops", "peak")),
     "vllm": Part(
         "generation",
         f"--contestants vLLM --dtype bfloat16 --batch 512 --samples 2 --rounds 3 --new-tokens 256 --heads 16 "
         f"--longest-prompt 512 --vocabulary 50304 {LIKE_410M}",
         360,
-        of_vllm,
+        ("vLLM",),
     ),
-    "weights": Part("publish", "--rounds 5", 180, of_weights),
-    "overlap": Part("overlap", f"--rounds 2 --batches 12 --prompts 128 --bf16 {LIKE_410M}", 360, of_overlap),
-    "memory": Part("memory", "", 120, of_memory),
+    "weights": Part("publish", "--rounds 5", 120, ("network", "gb_per_second", "seconds")),
+    "overlap": Part(
+        "overlap", f"--rounds 1 --batches 12 --prompts 128 --bf16 {LIKE_410M}", 480, ("wall", "generate", "train")
+    ),
+    "memory": Part("memory", "", 120, ("bytes", "planned")),
 }
+"""In all at most 25 minutes."""
+NAMES = ("model", "shape", "budget")
+"""What tells the rows of a list apart."""
+
+
+def figures_in(found: Any, keys: Sequence[str], path: str = "") -> Iterator[tuple[str, str]]:
+    """Where these keys are, and their values."""
+    if isinstance(found, list):
+        for one in found:
+            yield from figures_in(one, keys, " ".join([path, *(str(one[name]) for name in NAMES if name in one)]))
+    elif isinstance(found, dict):
+        here = {key: found[key] for key in keys if isinstance(found.get(key), float | int | str)}
+        if here:
+            told = (f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in here.items())
+            yield path.strip(), ", ".join(told)
+        for key, value in found.items():
+            yield from figures_in(value, keys, f"{path} {key}")
 
 
 def attempt(command: Sequence[str], seconds: float) -> Found:
@@ -157,18 +126,7 @@ def measure(name: str, device: str, smallest: bool) -> Found:
     started = time.monotonic()
     found = attempt(command, part.seconds)
     again = f"python benchmarks/{part.benchmark}.py {words}"
-    return {"command": again, "took": round(time.monotonic() - started, 1), "device": device, **found}
-
-
-def rows_of(name: str, found: Found) -> list[tuple[str, str, str]]:
-    """Of the table."""
-    if "skipped" in found:
-        return [(name, "skipped", found["skipped"])]
-    try:
-        shown = PARTS[name].shown(found)
-    except (KeyError, TypeError, ValueError) as error:
-        return [(name, "skipped", f"its figures are not as expected: {error!r}")]
-    return [(name, what, f"{value:.3g}" if isinstance(value, float) else str(value)) for what, value in shown.items()]
+    return {"command": again, "took": round(time.monotonic() - started, 1), **found}
 
 
 def main() -> None:
@@ -186,10 +144,10 @@ def main() -> None:
     for name in options.only or PARTS:
         figures[name] = measure(name, device, options.smallest or not on_gpu)
         file.write_text(json.dumps(figures, indent=2) + "\n")
-    print("\n| part | figure | value |\n|---|---|---|")
+    print("\n| part | of | figures |\n|---|---|---|")
     for name in options.only or PARTS:
-        for row in rows_of(name, figures[name]):
-            print(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |")
+        for where, told in figures_in(figures[name], ("skipped", *PARTS[name].shown)):
+            print(f"| {name} | {where} | {told.replace('|', '/')} |")
     print(f"\nwritten to {file}")
 
 

@@ -14,7 +14,7 @@ machine whose speed drifts treats them alike:
 
     ratio     update / bare: 1 is a learner that wastes nothing; the median over rounds, and the smallest and largest
     padding   tokens that the update computes / real tokens
-    peak      what the update computes of real tokens (6 operations a weight) / what one large product of matrices reaches
+    peak      operations a second (6 for each weight and real token) / those of one large product of matrices
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from machine import matmul_tflops, seconds
+from runs import neox
 from smallest import parse
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXForCausalLM
 
 from async_rlhf import GRPOConfig, KLConfig
 from async_rlhf.algorithms.table import find
@@ -58,16 +59,7 @@ class Size:
 
 
 def policy(size: Size) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=4,
-        intermediate_size=4 * size.hidden,
-        max_position_embeddings=LONGEST,
-    )
-    return GPTNeoXForCausalLM(config).to(size.device)
+    return neox(VOCABULARY, size.hidden, size.layers, 4, LONGEST).to(size.device)
 
 
 def lengths() -> tuple[np.ndarray, np.ndarray]:

@@ -56,36 +56,23 @@ _OF_UPDATE = ("update", "forward", "backward", "step")
 """What the peak of an update is the highest of."""
 
 
+def _sizes(layers: int, hidden: int, feed_forward: int, kv_heads: int, vocabulary: int, longest: int) -> dict[str, Any]:
+    widths = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_attention_heads": hidden // 128}
+    depth = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "vocab_size": vocabulary}
+    more = {"max_position_embeddings": longest, "tie_word_embeddings": False, "attn_implementation": "sdpa"}
+    return {**widths, **depth, **more}
+
+
 def pythia(layers: int = 24, hidden: int = 2048, vocabulary: int = 50_304) -> GPTNeoXConfig:
     """Pythia 1.4B, or another of its depth or width."""
-    return GPTNeoXConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=hidden // 128,
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    return GPTNeoXConfig(**_sizes(layers, hidden, 4 * hidden, hidden // 128, vocabulary, 8192))
 
 
 def llama(
     layers: int = 32, hidden: int = 4096, feed_forward: int = 14_336, kv_heads: int = 8, vocabulary: int = 128_256
 ) -> LlamaConfig:
     """Llama 3 8B, or another of its depth or width."""
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    return LlamaConfig(**_sizes(layers, hidden, feed_forward, kv_heads, vocabulary, 131_072))
 
 
 @dataclass(frozen=True)

@@ -25,35 +25,19 @@ have more figures of each. About 15 minutes.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import runs
-import torch
-from runs import PROMPT_TOKENS, VOCABULARY, WARM_UP, reward, train
+from runs import PROMPT_TOKENS, VOCABULARY, WARM_UP, neox, reward, train
 from smallest import parse
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 RESPONSE_TOKENS = 64
-
-
-def policy(hidden: int = 128, layers: int = 4) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 32,
-            intermediate_size=4 * hidden,
-            max_position_embeddings=PROMPT_TOKENS + RESPONSE_TOKENS,
-        )
-    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +60,7 @@ def measure(
         **{"staleness": staleness, "batches": batches, "per_device_train_batch_size": prompts, "bf16": size.bf16},
         **{"max_prompt_length": PROMPT_TOKENS, "num_threads": 2 if both_cores else 1},
     }
-    model = policy(size.hidden, size.layers)
+    model = neox(VOCABULARY, size.hidden, size.layers, size.hidden // 32, PROMPT_TOKENS + RESPONSE_TOKENS)
     mean = train("online_dpo", model, runs.prompts(), generation, options, reward_funcs=reward).mean_times()
     shown = {"wall": mean["batch"], "generate": mean["generate"]}
     shown["train"] = mean["score"] + mean["annotate"] + mean["train"]
@@ -110,6 +94,19 @@ def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[s
     }
 
 
+WAITS = (
+    ("rewards of half a batch, S = 2: wall / longer side", "rewards", "rewards beside training, S = 2",
+     "rewards in their turn, S = 2", "ratio", "at most 1.03"),
+    ("evaluation every 10 batches: wall / longer side", "evaluation", "generators", "learner", "ratio", "at most 1.03"),
+    ("publishing of 20% of a batch: wall / wall without", "publish", "beside", "in publish()", "wall", "at most 1.03"),
+    ("the same: share of a batch within publish()", "publish", "beside", "in publish()", "stall", "under 0.01"),
+    ("workers of speeds 1, 1, 1, 0.5: wall / best", "shares", "units", "fixed shares", "over_best", "at most 1.05"),
+    ("lognormal lengths, S = 2: places that are busy", "queue", "one queue", "batch by batch", "places",
+     "at least 0.95"),
+)  # fmt: skip
+"""Of each line: the file waits_*.py, its results for our way and the naive one, and which figure of them."""
+
+
 class Wait(NamedTuple):
     """Something that nobody should wait for."""
 
@@ -121,32 +118,13 @@ class Wait(NamedTuple):
 
 def waits(smallest: bool) -> Iterator[Wait]:
     """What each of them adds to a batch."""
-    import waits_evaluation
-    import waits_publish
-    import waits_queue
-    import waits_rewards
-    import waits_shares
-
-    def measured(part: ModuleType) -> dict[str, dict[str, float]]:
-        return part.measure(**part.SMALLEST if smallest else {})
-
-    rewards = measured(waits_rewards)
-    ours, naive = (rewards[f"rewards {how}, S = 2"]["ratio"] for how in ("beside training", "in their turn"))
-    yield Wait("rewards of half a batch, S = 2: wall / longer side", ours, naive, "at most 1.03")
-    evaluation = measured(waits_evaluation)
-    ours, naive = (evaluation[who]["ratio"] for who in ("generators", "learner"))
-    yield Wait("evaluation every 10 batches: wall / longer side", ours, naive, "at most 1.03")
-    publish = measured(waits_publish)
-    ours, naive = (publish[how]["wall"] / publish["nothing"]["wall"] for how in ("beside", "in publish()"))
-    yield Wait("publishing of 20% of a batch: wall / wall without", ours, naive, "at most 1.03")
-    ours, naive = (publish[how]["stall"] for how in ("beside", "in publish()"))
-    yield Wait("the same: share of a batch within publish()", ours, naive, "under 0.01")
-    shares = measured(waits_shares)
-    ours, naive = (shares[how]["over_best"] for how in ("units", "fixed shares"))
-    yield Wait("workers of speeds 1, 1, 1, 0.5: wall / best", ours, naive, "at most 1.05")
-    queue = measured(waits_queue)
-    ours, naive = (queue[how]["places"] for how in ("one queue", "batch by batch"))
-    yield Wait("lognormal lengths, S = 2: places that are busy", ours, naive, "at least 0.95")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for what, name, ours, naive, figure, target in WAITS:
+        if name not in found:
+            part = importlib.import_module(f"waits_{name}")
+            found[name] = part.measure(**part.SMALLEST if smallest else {})
+        without = found[name]["nothing"]["wall"] if figure == "wall" else 1.0
+        yield Wait(what, *(found[name][way][figure] / without for way in (ours, naive)), target)
 
 
 def print_waits(as_json: bool, smallest: bool) -> None:

@@ -34,9 +34,10 @@ from typing import Any
 
 import machine
 import torch
+from runs import neox
 from smallest import parse
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import broadcast
@@ -52,25 +53,20 @@ from async_rlhf.models.publish import (
 )
 from async_rlhf.models.weights import digests
 
-PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
-SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
-MODELS = {"410m": PYTHIA_410M, "292 tensors": {**SMALL, "num_hidden_layers": 24}, "small": SMALL}
+Sizes = tuple[int, int, int, int]
+PYTHIA_410M, SMALL = (50304, 1024, 24, 16), (4096, 256, 6, 8)
+"""Vocabulary, width, layers and heads."""
+MODELS = {"410m": PYTHIA_410M, "292 tensors": (4096, 256, 24, 8), "small": SMALL}
 Prepare = Callable[[], None]
 
 
-def make_model(sizes: Mapping[str, int], device: str) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=4 * sizes["hidden_size"]))
-
-
-def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) -> dict[str, Any]:
+def measure(device: str, sizes: Sizes, rounds: int, receivers: int) -> dict[str, Any]:
     """Seconds and GB/s of every way.
 
     Raises:
         RuntimeError: a receiver's tensors are not those that were sent.
     """
-    model = make_model(sizes, device)
+    model = neox(*sizes).to(device)
     ways: dict[str, list[float]] = {}
     stalls: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

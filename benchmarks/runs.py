@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from async_rlhf import GenerationConfig
 from async_rlhf.algorithms.table import find
@@ -32,6 +33,17 @@ class Run(NamedTuple):
         logs = [log for log in self.logs if "time/batch" in log][first:last]
         names = [name for name in logs[0] if name.startswith("time/")]
         return {name.removeprefix("time/"): statistics.fmean(log[name] for log in logs) for name in names}
+
+
+def neox(
+    vocabulary: int, hidden: int, layers: int, heads: int, positions: int = 2048, **more: Any
+) -> GPTNeoXForCausalLM:
+    """A model of random weights, always the same; ``kind`` is a class derived from GPT-NeoX."""
+    torch.manual_seed(0)
+    kind = more.pop("kind", GPTNeoXForCausalLM)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    more = {"intermediate_size": 4 * hidden, "max_position_embeddings": positions, **more}
+    return kind(GPTNeoXConfig(vocab_size=vocabulary, **sizes, **more))
 
 
 def tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:

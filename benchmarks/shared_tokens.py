@@ -4,9 +4,9 @@
     python benchmarks/shared_tokens.py --device cuda:0 --bf16
 
 Forward and backward pass of the log-probabilities of the answers, by the learner's own functions, on one thread of a
-CPU. K answers of random tokens follow a prompt; their lengths are 0.5 to 1.5 times what the shape says. Both ways take turns
-within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `llama` has SmolLM2-135M's shape, 6 of its
-30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
+CPU. K answers of random tokens follow a prompt; their lengths are 0.5 to 1.5 times what the shape says. All ways take
+turns within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `llama` has SmolLM2-135M's shape, 6
+of its 30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
 
     tokens    of the rows, and of their forest
     fewer     rows / forest: what would be saved if a token cost the same wherever it stands, and all else nothing
@@ -18,8 +18,8 @@ within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `ll
     part      ratio / bound
     memory    bytes kept for the backward pass, packed rows / forest
 
-Then, on a CPU, answers of that many tokens are sampled by the engine on transformers. Prompts have up to two tokens less, as all
-are seldom equally long, and rows that are padded need a mask:
+Then, on a CPU, answers of that many tokens are sampled by the engine on transformers. Prompts have up to two tokens
+less, as all are seldom equally long, and rows that are padded need a mask:
 
     seconds   of the processor with a prompt's keys and values repeated for its K rows, and shared by them; the median
 """
@@ -35,9 +35,10 @@ from typing import Any
 
 import torch
 from machine import seconds
+from runs import neox
 from smallest import parse
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.generation import decode_cache
 from async_rlhf.generation.protocol import SamplingParams
@@ -62,14 +63,12 @@ PAIRS = ("padded", "packed"), ("packed", "forest")
 
 
 def model_of(kind: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    longest = {"max_position_embeddings": 4096}
     if kind == "neox":
-        sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
-        return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=4096, **sizes, **longest))
+        return neox(4096, 256, 6, 4, 4096)
+    torch.manual_seed(0)
     sizes = {"hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "intermediate_size": 1536}
-    config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, **sizes, **longest)
-    return LlamaForCausalLM(config)
+    more = {"num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes, **more))
 
 
 def rows_of(prompt: int, answer: int, samples: int, prompts: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,6 @@ def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, fl
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    head = model.get_output_embeddings()
     handles = [
         model.register_forward_pre_hook(count, with_kwargs=True),
         head.register_forward_pre_hook(lambda _m, given: work.append(float(len(given[0]) * head.weight.numel()))),

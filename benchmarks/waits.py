@@ -26,7 +26,7 @@ def waiting_run(
     algorithm: str, response_tokens: int, options: Mapping[str, Any], reward_funcs: Any = reward, **of_trainer: Any
 ) -> Run:
     """A run whose model waits as on a device of its own, always as long."""
-    model = waiting_policy(VOCABULARY, PROMPT_TOKENS + response_tokens, 0.0)
+    model = waiting_policy(VOCABULARY, PROMPT_TOKENS + response_tokens)
     options = {"max_prompt_length": PROMPT_TOKENS, **options}
     generation = {"response_length": response_tokens, "probe_steps": 0}
     return train(algorithm, model, prompts(), generation, options, reward_funcs=reward_funcs, **of_trainer)

@@ -12,9 +12,9 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from async_rlhf.commands.evaluation.statistics import (
     clustered_mean_interval,
     crossed_mean_interval,
     mean_interval,
+    t_quantile,
 )
 from async_rlhf.config.parsing import parse
 from async_rlhf.studies.certify.certificate import in_order, looks, summary_of
@@ -397,6 +398,36 @@ def sums() -> Iterator[str]:
         yield f"| {' | '.join([algorithm, staleness, str(len(scores)), *cells])} |"
 
 
+@cache
+def detectable(seeds: int, power: float = 0.8, draws: int = 200_000) -> float:
+    """The smallest effect, in standard deviations of a difference, that a two-sided t-test at 5% finds so often: from
+    the noncentral t distribution, by simulation of its definition.
+    """
+    chance = np.random.default_rng(0)
+    means = chance.standard_normal(draws) / np.sqrt(seeds)
+    deviations = np.sqrt(chance.chisquare(seeds - 1, draws) / (seeds - 1))
+    # Found where (effect + mean) sqrt(n) / deviation exceeds the quantile; the other tail is negligible here.
+    return float(np.quantile(t_quantile(seeds - 1) * deviations / np.sqrt(seeds) - means, power))
+
+
+def power() -> Iterator[str]:
+    """Of each setting against S = 0: how far the difference varies over seeds, and what is found with 80% power."""
+    scores: dict[tuple[tuple[str, str], ...], dict[int, float]] = defaultdict(dict)
+    for run in read("robustness"):
+        scores[tuple(run.setting.items())][run.seed] = fmean(run.scores)
+    yield "| setting | seeds | sd of the difference, paired | unpaired | found with 80%: these seeds | 3 | 6 | 12 |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for setting, ours in scores.items():
+        base = scores.get(tuple({**dict(setting), "train.staleness": "0"}.items()), {})
+        seeds = sorted(ours.keys() & base.keys())
+        if base is not ours and len(seeds) > 1:
+            paired = stdev(ours[seed] - base[seed] for seed in seeds)
+            unpaired = sum(stdev(side[seed] for seed in seeds) ** 2 for side in (ours, base)) ** 0.5
+            found = (f"{detectable(n) * paired:.3f}" for n in (len(seeds), 3, 6, 12))
+            cells = [", ".join(f"{axis.rpartition('.')[2]} {label}" for axis, label in setting), str(len(seeds))]
+            yield f"| {' | '.join([*cells, f'{paired:.4f}', f'{unpaired:.4f}', *found])} |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "studies": studies,
     "rates": rates,
@@ -412,6 +443,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "impulse": impulse,
     "whole_runs": whole_runs,
     "drift": drift,
+    "power": power,
 }
 
 

@@ -110,7 +110,6 @@ ELSEWHERE = {
     "rewards.judge:judge(": "tests/unit/test_judged_rewards.py",
     "rewards.reward_models:": "tests/unit/test_judged_rewards.py",
     "python benchmarks/shared_tokens.py": "tests/benchmarks/test_benchmarks.py",
-    "python benchmarks/power.py": "tests/unit/test_sweep.py",
     "python scripts/science.py": "tests/unit/test_science.py",
     "python -m pytest tests/unit/test_routing.py": "tests/unit/test_routing.py",
     "python -m venv verifiers": "tests/foreign/conftest.py",

@@ -33,8 +33,7 @@ ELSEWHERE = {
         ),
         "benchmarks/test_own_processes.py",
     ),
-    "gpu": "gpu/test_benchmarks.py",
-    "power": "unit/test_sweep.py",  # reads a sweep's results
+    "gpu": "benchmarks/test_gpu_run_book.py",
 }
 
 
