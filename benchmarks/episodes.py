@@ -80,22 +80,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parse(parser, algorithms=["grpo"], staleness=[1], seeds=[0])
     os.chdir(Path(__file__).parents[1])  # recipes name files as seen from there
-    if arguments.smallest:
-        sizes = ["--train.batches", "2", "--train.completions_per_batch", "16"]
-        with tempfile.TemporaryDirectory() as folder:
-            show(arguments, Path(folder), ["240"], 0.1, sizes)
-    else:
-        show(arguments, arguments.out)
+    with tempfile.TemporaryDirectory() as folder:
+        show(arguments, Path(folder) if arguments.smallest else arguments.out)
 
 
-def show(
-    arguments: argparse.Namespace,
-    out: Path,
-    rows: Sequence[str] = (),
-    num_epochs: float | None = None,
-    sizes: Sequence[str] = (),
-) -> None:
+def show(arguments: argparse.Namespace, out: Path) -> None:
     """Make what is missing, and print the table."""
+    sizes = ["--train.batches", "2", "--train.completions_per_batch", "16"] if arguments.smallest else []
+    rows, num_epochs = (["240"], 0.1) if arguments.smallest else ([], None)
     lines = ["| task | algorithm | S | seed | before | after | seconds |", "|---|---|---|---|---|---|---|"]
     with redirect_stdout(sys.stderr):
         for task in arguments.tasks:

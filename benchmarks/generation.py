@@ -157,11 +157,6 @@ def run(options: argparse.Namespace, stops: int) -> tuple[dict[str, list[float]]
     return speeds, idle
 
 
-def medians(speeds: dict[str, list[float]]) -> dict[str, float]:
-    """Tokens per second."""
-    return {name: round(statistics.median(found)) for name, found in speeds.items()}
-
-
 def table(speeds: dict[str, list[float]]) -> str:
     """Markdown: medians over rounds, and what the ratios of a round range over."""
     lines = ["| | tokens/s | / generate | / bare loop |", "|---|---|---|---|"]
@@ -198,7 +193,8 @@ def main() -> None:
     if options.json:
         speeds, idle = run(options, 0)
         ends = run(options, options.vocabulary // options.new_tokens)[0] if len(speeds) > 1 else {}
-        print(json.dumps({"full length": medians(speeds), "ends at random": medians(ends), "idle": idle}))
+        full, shorter = ({n: round(statistics.median(x)) for n, x in found.items()} for found in (speeds, ends))
+        print(json.dumps({"full length": full, "ends at random": shorter, "idle": idle}))
         return
     print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, 0)[0])}")
     print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens)[0])}")

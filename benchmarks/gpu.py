@@ -106,10 +106,10 @@ def attempt(command: Sequence[str], seconds: float) -> Found:
     if process.returncode:
         how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         return {"skipped": f"{how}: {said[-1] if said else 'no message'}"}
-    try:
-        return dict(json.loads(lines[-1]))
-    except (IndexError, ValueError):
-        return {"skipped": "printed no JSON"}
+    with suppress(IndexError, ValueError):
+        if isinstance(found := json.loads(lines[-1]), dict):
+            return found
+    return {"skipped": "printed no JSON"}
 
 
 def measure(name: str, device: str, smallest: bool) -> Found:
@@ -120,7 +120,10 @@ def measure(name: str, device: str, smallest: bool) -> Found:
     if name == "memory" and device == "cpu":
         return {"skipped": "a CPU's allocator does not count what it gives"}
     words = "--contestants vLLM --smallest" if smallest and name == "vllm" else "--smallest" if smallest else part.words
-    words += f" --device {device}" if name != "overlap" else ""  # which finds its devices
+    if name != "overlap":  # which finds its devices
+        words += f" --device {device}"
+    elif device != "cpu" and find_spec("vllm") is not None:
+        words += " --engine vllm"
     command = [sys.executable, str(HERE / f"{part.benchmark}.py"), *shlex.split(words), "--json"]
     print(f"{name}: {shlex.join(command[1:])}", flush=True)
     started = time.monotonic()

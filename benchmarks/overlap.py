@@ -1,6 +1,7 @@
 """How much of generation and training happens at the same time.
 
     python benchmarks/overlap.py [--json] [--rounds 3] [--batches 14] [--hidden 128] [--layers 4] [--bf16]
+    python benchmarks/overlap.py --engine vllm ...
     python benchmarks/overlap.py --waiting [--json]
 
 The real trainer, on a GPT-NeoX of 1.3M parameters: generator and learner on one core each, with so many prompts a
@@ -31,22 +32,26 @@ import logging
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import runs
+import torch
 from runs import PROMPT_TOKENS, VOCABULARY, WARM_UP, neox, reward, train
 from smallest import parse
+
+from async_rlhf.config import VLLMConfig
 
 RESPONSE_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the policy, and the precision of its arithmetic."""
+    """Of the policy, the precision of its arithmetic, and what samples."""
 
     hidden: int = 128
     layers: int = 4
     bf16: bool = False
+    engine: str = "transformers"
 
 
 def measure(
@@ -55,7 +60,8 @@ def measure(
     """Seconds per batch of one run, means over the batches after the warm-up."""
     # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what comparing them costs.
     inline = {"placement": "inline", "num_threads": None} if both_cores else {}
-    generation = {"response_length": RESPONSE_TOKENS, **inline}
+    memory = VLLMConfig(kv_cache_gb=None if torch.cuda.is_available() else 0.1, gpu_memory_utilization=0.4)
+    generation = {"response_length": RESPONSE_TOKENS, "engine": size.engine, "vllm": memory, **inline}
     options = {
         **{"staleness": staleness, "batches": batches, "per_device_train_batch_size": prompts, "bf16": size.bf16},
         **{"max_prompt_length": PROMPT_TOKENS, "num_threads": 2 if both_cores else 1},
@@ -107,16 +113,7 @@ WAITS = (
 """Of each line: the file waits_*.py, its results for our way and the naive one, and which figure of them."""
 
 
-class Wait(NamedTuple):
-    """Something that nobody should wait for."""
-
-    what: str
-    ratio: float
-    naive: float
-    target: str
-
-
-def waits(smallest: bool) -> Iterator[Wait]:
+def waits(smallest: bool) -> Iterator[dict[str, Any]]:
     """What each of them adds to a batch."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for what, name, ours, naive, figure, target in WAITS:
@@ -124,18 +121,19 @@ def waits(smallest: bool) -> Iterator[Wait]:
             part = importlib.import_module(f"waits_{name}")
             found[name] = part.measure(**part.SMALLEST if smallest else {})
         without = found[name]["nothing"]["wall"] if figure == "wall" else 1.0
-        yield Wait(what, *(found[name][way][figure] / without for way in (ours, naive)), target)
+        ratio, other = (found[name][way][figure] / without for way in (ours, naive))
+        yield {"what": what, "ratio": ratio, "naive": other, "target": target}
 
 
 def print_waits(as_json: bool, smallest: bool) -> None:
     """A line for each."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if as_json:
-        print(json.dumps([wait._asdict() for wait in waits(smallest)]))
+        print(json.dumps([*waits(smallest)]))
         return
     print(f"{'':<54}{'ours':>8}{'naive':>8}  target")
     for wait in waits(smallest):
-        print(f"{wait.what:<54}{wait.ratio:>8.3f}{wait.naive:>8.3f}  {wait.target}", flush=True)
+        print(f"{wait['what']:<54}{wait['ratio']:>8.3f}{wait['naive']:>8.3f}  {wait['target']}", flush=True)
 
 
 def main() -> None:
@@ -150,13 +148,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128, help="the policy's width; a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="that samples")
     parser.add_argument("--waiting", action="store_true", help="what else could be waited for, with devices that sleep")
     options = parse(parser, rounds=1, batches=8, hidden=64, layers=1, prompts=4)
     if options.waiting:
         print_waits(options.json, options.smallest)
         return
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    size = Size(options.hidden, options.layers, options.bf16)
+    size = Size(options.hidden, options.layers, options.bf16, options.engine)
     prompts = options.prompts or balanced_batch(size, options.tried)
     results = run(options.rounds, options.batches, prompts, size)
     if options.json:

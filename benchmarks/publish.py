@@ -261,18 +261,14 @@ def _receive(pipe: Connection, rank: int, world: int, device: str, prepare: Prep
         pipe.send((ended, digests(taken)))
 
 
-def _shown(way: Mapping[str, Any]) -> str:
-    return f"{way['stall_seconds']:.4f}" if "stall_seconds" in way else "-"
-
-
 def text(found: Mapping[str, Any]) -> str:
     how = f"{found['receivers']} receivers by {found['network']}"
     lines = [f"{found['gigabytes']:.3g} GB in {found['tensors']} tensors, {how}"]
     lines += [f"{'':<12}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
     for name, way in found["ways"].items():
-        lines.append(
-            f"{name:<12}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}{_shown(way):>10}"
-        )
+        stall = f"{way['stall_seconds']:.4f}" if "stall_seconds" in way else "-"
+        figures = f"{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}"
+        lines.append(f"{name:<12}{figures}{stall:>10}")
     return "\n".join(lines)
 
 
