@@ -26,6 +26,7 @@ REASONS = {
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.setenv("ASYNC_RLHF_GPU_TESTS_ON", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other on busy cores take minutes
 
 
 def run(folder, *words):
