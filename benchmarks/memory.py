@@ -320,7 +320,8 @@ def on_device(case: Case, device: str) -> dict[str, Peak]:
 def row(name: str, case: Case, found: dict[str, Peak]) -> str:
     """Markdown: 1e9 bytes of each phase, the planner's in brackets, and what the peak is made of."""
     plan = planned(case).phases()
-    cells = [f"{found[phase].total / 1e9:.1f} ({plan[phase] / 1e9:.1f})" for phase in PHASES if phase in found]
+    totals = {phase: f"{peak.total / 1e9:.1f} ({plan[phase] / 1e9:.1f})" for phase, peak in found.items()}
+    cells = [totals.get(phase, "") for phase in PHASES]
     most = max(found.values(), key=lambda peak: peak.total)
     return f"| {' | '.join([name, *cells, *(f'{most.kinds.get(kind, 0) / 1e9:.1f}' for kind in KINDS)])} |"
 
