@@ -83,7 +83,7 @@ release: lint site test-all wheel   ## all of a release but the upload
 bench: setup        ## how much of sampling and training overlaps
 	$(BIN)/python benchmarks/overlap.py
 
-bench-gpu: setup    ## the benchmarks on a GPU; figures go to benchmarks/figures, under the GPU's name
+bench-gpu: setup    ## what a first GPU decides, in 25 minutes; figures go to benchmarks/figures, under the GPU's name
 	$(BIN)/python benchmarks/gpu.py
 
 faults: setup       ## kill runs with kill -9 at random moments, resume, compare

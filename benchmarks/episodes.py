@@ -22,15 +22,19 @@ from pathlib import Path
 
 from smallest import parse
 
+from async_rlhf.commands.evaluation.statistics import wilson
+from async_rlhf.commands.sft import run_sft
+from async_rlhf.commands.train import make_trainer, run_train
+from async_rlhf.config import SFTConfig
+from async_rlhf.config.parsing import parse as configured
+from async_rlhf.run.config import RunConfig
+from async_rlhf.run.held_out import evaluate
+
 RECIPES = Path("recipes") / "episodes"
 
 
 def made(out: Path, task: str, rows: Sequence[str], num_epochs: float | None) -> Path:
     """The folder with a task's data and SFT model, which are made unless they are there."""
-    from async_rlhf.commands.sft import run_sft
-    from async_rlhf.config import SFTConfig
-    from async_rlhf.config.parsing import parse as configured
-
     folder = out / task
     if not (folder / "demonstrations.jsonl").exists():
         subprocess.run([sys.executable, RECIPES / f"{task}.py", folder, *rows], check=True)
@@ -42,11 +46,6 @@ def made(out: Path, task: str, rows: Sequence[str], num_epochs: float | None) ->
 
 def trained(folder: Path, task: str, algorithm: str, staleness: int, seed: int, sizes: Sequence[str]) -> list[str]:
     """Train, unless that is done. Returns success before and after, and the seconds of a run."""
-    from async_rlhf.commands.train import make_trainer, run_train
-    from async_rlhf.config.parsing import parse as configured
-    from async_rlhf.run.config import RunConfig
-    from async_rlhf.run.held_out import evaluate
-
     run = folder / f"{algorithm}_staleness_{staleness}_seed_{seed}"
     words = ["--config", f"{RECIPES}/{task}_{algorithm}.yml", "--model", f"{folder}/sft"]
     words += ["--data.train", f"{folder}/prompts.jsonl", "--data.eval", f"{folder}/held_out.jsonl"]
@@ -68,8 +67,6 @@ def trained(folder: Path, task: str, algorithm: str, staleness: int, seed: int, 
 
 def success(scores: Sequence[float]) -> str:
     """The share above 0, with its interval."""
-    from async_rlhf.commands.evaluation.statistics import wilson
-
     found = wilson(sum(score > 0 for score in scores), len(scores))
     return f"{found.estimate:.1%} [{found.low:.1%}, {found.high:.1%}]"
 
@@ -83,22 +80,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parse(parser, algorithms=["grpo"], staleness=[1], seeds=[0])
     os.chdir(Path(__file__).parents[1])  # recipes name files as seen from there
-    if arguments.smallest:
-        sizes = ["--train.batches", "2", "--train.completions_per_batch", "16"]
-        with tempfile.TemporaryDirectory() as folder:
-            show(arguments, Path(folder), ["240"], 0.1, sizes)
-    else:
-        show(arguments, arguments.out)
+    with tempfile.TemporaryDirectory() as folder:
+        show(arguments, Path(folder) if arguments.smallest else arguments.out)
 
 
-def show(
-    arguments: argparse.Namespace,
-    out: Path,
-    rows: Sequence[str] = (),
-    num_epochs: float | None = None,
-    sizes: Sequence[str] = (),
-) -> None:
+def show(arguments: argparse.Namespace, out: Path) -> None:
     """Make what is missing, and print the table."""
+    sizes = ["--train.batches", "2", "--train.completions_per_batch", "16"] if arguments.smallest else []
+    rows, num_epochs = (["240"], 0.1) if arguments.smallest else ([], None)
     lines = ["| task | algorithm | S | seed | before | after | seconds |", "|---|---|---|---|---|---|---|"]
     with redirect_stdout(sys.stderr):
         for task in arguments.tasks:

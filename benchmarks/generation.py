@@ -11,7 +11,8 @@ whose speed drifts treats them alike. Ratios are within a round: median, lowest 
     vLLM         VLLMEngine, where vLLM is installed: also log-probabilities, seeds by request, versions, finish reasons
 
 In the first table every row is sampled to its full length. In the second one token of `--new-tokens` ends its row, and
-only tokens up to the first such token count: ours leaves out rows that have ended, the others go on with them.
+only tokens up to the first such token count: ours leaves out rows that have ended, the others go on with them. With
+--json also the share of the time in which the device has nothing to compute, because Python is not done (`idle`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ import os
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from machine import busy_seconds, seconds
 from smallest import parse
 from torch import Tensor
-from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import DynamicCache, GPTNeoXForCausalLM
+from workload import neox
 
 from async_rlhf.config import VLLMConfig
 from async_rlhf.generation.engines import ModelSpec
@@ -46,11 +48,8 @@ Contestant = Callable[[], int]
 
 
 def make_model(options: argparse.Namespace) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    shape = {"num_hidden_layers": options.layers, "num_attention_heads": options.heads}
-    widths = {"hidden_size": options.hidden, "intermediate_size": 4 * options.hidden}
-    config = GPTNeoXConfig(vocab_size=options.vocabulary, **widths, **shape, eos_token_id=None, pad_token_id=0)
-    return GPTNeoXForCausalLM(config).to(options.device, getattr(torch, options.dtype)).eval()
+    model = neox(options.vocabulary, options.hidden, options.layers, options.heads, eos_token_id=None, pad_token_id=0)
+    return model.to(options.device, getattr(torch, options.dtype)).eval()
 
 
 def make_prompts(options: argparse.Namespace) -> list[Prompt]:
@@ -73,9 +72,13 @@ def kept(tokens_BT: Tensor, stops: int) -> int:
     return int((stop_BT.cumsum(dim=1) - stop_BT == 0).sum())
 
 
-def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+def params_of(stops: int, options: argparse.Namespace) -> SamplingParams:
     lengths = {"response_length": options.new_tokens, "batch_size": options.batch}
-    params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+    return SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+
+
+def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+    params = params_of(stops, options)
     engine = TransformersEngine(model, params)
     return lambda: sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
@@ -117,17 +120,14 @@ def bare_loop(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, opti
 
 
 def vllm(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
-    lengths = {"response_length": options.new_tokens, "batch_size": options.batch}
-    params = SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
+    params = params_of(stops, options)
     longest = options.longest_prompt + options.new_tokens
     memory = VLLMConfig(kv_cache_gb=0.5 if options.device == "cpu" else None, gpu_memory_utilization=0.5)
     spec = ModelSpec(type(model), model.config, model.dtype, options.device, vllm=memory, max_length=longest)
     engine = VLLMEngine(spec, params)
 
     def sample() -> int:
-        engine.load(
-            named_weights(model), 0
-        )  # as before every batch of a run; what was cached of the prompts is dropped
+        engine.load(named_weights(model), 0)  # as before every batch; what was cached of the prompts is dropped
         return sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
     return sample
@@ -138,24 +138,23 @@ if find_spec("vllm") is not None:
     CONTESTANTS["vLLM"] = vllm
 
 
-def run(options: argparse.Namespace, stops: int) -> dict[str, list[float]]:
-    """Tokens per second of every round, by contestant."""
+def run(options: argparse.Namespace, stops: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Tokens per second of every round, and the share of the last in which the device had nothing, by contestant."""
     model, prompts = make_model(options), make_prompts(options)
     contestants = {name: CONTESTANTS[name](model, prompts, stops, options) for name in options.contestants}
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    idle: dict[str, float] = {}
     for r in range(-1, options.rounds):  # the first round warms up
         names = list(contestants)
         for name in names[r % len(names) :] + names[: r % len(names)]:
-            started = time.perf_counter()
-            tokens = contestants[name]()
+            tokens: list[int] = []
+            taken = seconds(lambda c=contestants[name], t=tokens: t.append(c()), options.device)
             if r >= 0:
-                speeds[name].append(tokens / (time.perf_counter() - started))
-    return speeds
-
-
-def medians(speeds: dict[str, list[float]]) -> dict[str, float]:
-    """Tokens per second."""
-    return {name: round(statistics.median(found)) for name, found in speeds.items()}
+                speeds[name].append(tokens[0] / taken)
+                if options.json and r == options.rounds - 1 and not stops:
+                    # Not profiled: the profiler makes Python slower, and the kernels not.
+                    idle[name] = max(0.0, 1 - busy_seconds(contestants[name], options.device) / taken)
+    return speeds, idle
 
 
 def table(speeds: dict[str, list[float]]) -> str:
@@ -192,11 +191,13 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **cpu_environment()})
     torch.set_num_threads(options.threads)
     if options.json:
-        kinds = {"full length": 0, "ends at random": options.vocabulary // options.new_tokens}
-        print(json.dumps({kind: medians(run(options, stops)) for kind, stops in kinds.items()}))
+        speeds, idle = run(options, 0)
+        ends = run(options, options.vocabulary // options.new_tokens)[0] if len(speeds) > 1 else {}
+        full, shorter = ({n: round(statistics.median(x)) for n, x in found.items()} for found in (speeds, ends))
+        print(json.dumps({"full length": full, "ends at random": shorter, "idle": idle}))
         return
-    print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, stops=0))}")
-    print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens))}")
+    print(f"{options.batch} completions of {options.new_tokens} tokens\n\n{table(run(options, 0)[0])}")
+    print(f"\nRows end at random\n\n{table(run(options, options.vocabulary // options.new_tokens)[0])}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python benchmarks/loading.py                       two ranks, 0.4 GB a model
     python benchmarks/loading.py --ranks 4 --layers 24
-    python benchmarks/loading.py --json                a line of JSON as the last
 
 Each rank builds a run with FSDP: policy, reference policy and reward model, of one size, read from files. *Whole* is
 how it is done with models that only transformers can read: all of a model, of which this rank's share is then kept.
@@ -27,7 +26,6 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS)]
 
 import torch  # noqa: E402
-from machine import describe  # noqa: E402
 from smallest import parse  # noqa: E402
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel  # noqa: E402
@@ -109,7 +107,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--dtype", default="bfloat16", help="of the files")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     args = parse(parser, layers=1, hidden=64)
@@ -126,8 +123,6 @@ def main() -> None:
     for how, part in found.items():
         held = ", ".join(f"{each['bytes'] / 1e9:.2f}" for each in part)
         print(f"{how:>6}: GB of each rank at its peak {held}; {max(each['seconds'] for each in part):.1f} s")
-    if args.json:
-        print(json.dumps({**sizes, **found, "machine": describe("cpu")}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The machine that a figure is of."""
+"""The machine that a figure is of, and its clocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import importlib.metadata
 import os
 import platform
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,3 +36,34 @@ def describe(device: str) -> dict[str, object]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def seconds(compute: Callable[[], Any], device: str, of_processor: bool = False) -> float:
+    """Until the device is done. ``of_processor``: on a CPU those of this process, which others leave as they are."""
+    clock = time.process_time if of_processor and device == "cpu" else time.perf_counter
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    started = clock()
+    compute()
+    wait()
+    return clock() - started
+
+
+def busy_seconds(compute: Callable[[], Any], device: str) -> float:
+    """In which the device computes: the union of its kernels' times; on a CPU of torch's operators."""
+    kinds = torch.profiler.ProfilerActivity, torch.autograd.DeviceType
+    activity, kind = ((each.CUDA if device.startswith("cuda") else each.CPU) for each in kinds)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        seconds(compute, device)
+    found = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == kind)
+    busy, end = 0.0, 0.0
+    for start, stop in found:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / 1e6
+
+
+def matmul_tflops(device: str, dtype: torch.dtype, size: int) -> float:
+    """What the device reaches in one large product of matrices, the best of ten: nothing computes faster."""
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    return 2e-12 * size**3 / min(seconds(lambda: a @ a, device) for _ in range(10))

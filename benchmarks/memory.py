@@ -3,6 +3,7 @@
     python benchmarks/memory.py                     every case, all layers: minutes
     python benchmarks/memory.py --only 8B --layers 4 5   from two depths, to all layers along a straight line
     python benchmarks/memory.py --json              a line of JSON as the last
+    python benchmarks/memory.py --device cuda:0     one small learner on a GPU, for real
 
 The learner's own annotate and update, and what publishes weights, run on fake tensors (fake_rank.py), with FSDP2 and
 DDP on torch's fake process group. Not counted: workspaces of kernels, buffers of NCCL, what the allocator cannot use.
@@ -55,36 +56,23 @@ _OF_UPDATE = ("update", "forward", "backward", "step")
 """What the peak of an update is the highest of."""
 
 
+def _sizes(layers: int, hidden: int, feed_forward: int, kv_heads: int, vocabulary: int, longest: int) -> dict[str, Any]:
+    widths = {"hidden_size": hidden, "intermediate_size": feed_forward, "num_attention_heads": hidden // 128}
+    depth = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "vocab_size": vocabulary}
+    more = {"max_position_embeddings": longest, "tie_word_embeddings": False, "attn_implementation": "sdpa"}
+    return {**widths, **depth, **more}
+
+
 def pythia(layers: int = 24, hidden: int = 2048, vocabulary: int = 50_304) -> GPTNeoXConfig:
     """Pythia 1.4B, or another of its depth or width."""
-    return GPTNeoXConfig(
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=hidden // 128,
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    return GPTNeoXConfig(**_sizes(layers, hidden, 4 * hidden, hidden // 128, vocabulary, 8192))
 
 
 def llama(
     layers: int = 32, hidden: int = 4096, feed_forward: int = 14_336, kv_heads: int = 8, vocabulary: int = 128_256
 ) -> LlamaConfig:
     """Llama 3 8B, or another of its depth or width."""
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=131_072,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-    )
+    return LlamaConfig(**_sizes(layers, hidden, feed_forward, kv_heads, vocabulary, 131_072))
 
 
 @dataclass(frozen=True)
@@ -309,10 +297,31 @@ def planned(case: Case) -> LearnerMemory:
     return Roofline(HardwareConfig(), sizes, batch_of(workload, None)).memory(case.ranks, case.checkpointing)
 
 
+def on_device(case: Case, device: str) -> dict[str, Peak]:
+    """The most that a GPU's tensors take in each phase but "publish": the case on one rank, for real."""
+    quiet()
+    config = replace(case.config(), device=device)
+    policy = AutoModelForCausalLM.from_config(case.model, dtype=torch.float32).to(device)
+    scores = type(case.model)(**{**case.model.to_dict(), "id2label": {0: "score"}, "pad_token_id": 0})
+    reward = AutoModelForSequenceClassification.from_config(scores, dtype=torch.bfloat16).to(device)
+    learner, batch, found = Learner(policy, None, find("rloo"), config), case.batch(), {}
+    learner.update(learner.annotate(batch)[0], 1)  # the optimiser has a state from now on
+    for name in PHASES[:2]:
+        torch.cuda.reset_peak_memory_stats(device)
+        if name == "annotate":
+            experience, _ = learner.annotate(batch)
+        else:
+            learner.update(experience, 2)
+        found[name] = Peak(torch.cuda.max_memory_allocated(device), {})
+    del reward
+    return found
+
+
 def row(name: str, case: Case, found: dict[str, Peak]) -> str:
     """Markdown: 1e9 bytes of each phase, the planner's in brackets, and what the peak is made of."""
     plan = planned(case).phases()
-    cells = [f"{found[phase].total / 1e9:.1f} ({plan[phase] / 1e9:.1f})" for phase in PHASES]
+    totals = {phase: f"{peak.total / 1e9:.1f} ({plan[phase] / 1e9:.1f})" for phase, peak in found.items()}
+    cells = [totals.get(phase, "") for phase in PHASES]
     most = max(found.values(), key=lambda peak: peak.total)
     return f"| {' | '.join([name, *cells, *(f'{most.kinds.get(kind, 0) / 1e9:.1f}' for kind in KINDS)])} |"
 
@@ -328,12 +337,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--layers", type=int, nargs=2, help="measure with so few, and go on along a straight line")
     parser.add_argument("--json", action="store_true", help="one more line, of JSON")
+    parser.add_argument(
+        "--device", default="cpu", help="of a learner that is no fake; the CPU's allocator counts nothing"
+    )
     options = parse(parser, only="1.4B, DDP on 4, all", layers=[4, 5])
+    cases = CASES
+    if options.device != "cpu":
+        cases = {"410m on one GPU": Case(pythia(24, 1024), 1, "ddp", checkpointing=False, rows=4, annotate_rows=8)}
     print(f"| 1e9 bytes (planned) | {' | '.join([*PHASES, *KINDS])} |\n{'|---' * (1 + len(PHASES) + len(KINDS))}|")
     results, began = {}, time.monotonic()
-    for name, case in CASES.items():
+    for name, case in cases.items():
         if name.startswith(options.only):
-            found = phases(_of_all(case, options.layers))
+            on_gpu = options.device != "cpu"
+            found = on_device(case, options.device) if on_gpu else phases(_of_all(case, options.layers))
             print(row(name, case, found), flush=True)
             plan = planned(case).phases()
             results[name] = {

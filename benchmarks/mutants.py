@@ -33,56 +33,10 @@ from typing import Any, NamedTuple
 from smallest import parse
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = {
-    "generation.sampling_test": "unit/test_sampling_test.py",
-    "models.packing": "unit/test_packing.py",
-    "models.passes": "unit/test_passes.py",
-    "run.schedule": "unit/test_schedule.py",
-    "studies.certify.sequential": "unit/test_sequential.py",
-    "generation.dispatch": "unit/test_dispatch.py",
-    "system.lock": "unit/test_lock.py",
-    "rewards.scorer": "unit/test_scoring.py unit/test_samples.py unit/test_early_rewards.py"
-    " unit/test_killable_rewards.py -k 'test_scoring and not hanging and not limit and not too_late"
-    " and not (took and 0) or test_samples or what_may or has_drawn or of_parts or restored_by"
-    " or see_them_all or fit_a_file or cannot_be_stopped or with_ray'",
-    "run.checkpoint": "unit/test_samples.py"
-    " contract/test_resume.py::test_servers_may_move_but_not_multiply"
-    " contract/test_resume.py::test_as_many_ranks_with_as_large_a_batch"
-    " contract/test_resume.py::test_a_run_is_not_made_shorter_than_its_checkpoint"
-    " contract/test_resume.py::test_a_checkpoint_of_another_format_is_refused"
-    " contract/test_resume.py::test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on"
-    " contract/test_resume.py::test_what_would_break_exactness_is_named"
-    " contract/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one[ppo_shared_trunk-0]"
-    " contract/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one[online_dpo_lora-1]"
-    " contract/test_resume.py::test_a_resumed_run_is_the_uninterrupted_one[ppo-0]"
-    " unit/test_precision.py::test_a_checkpoint_of_smaller_steps_is_not_gone_on_with"
-    " unit/test_from_python.py::test_an_optimiser_and_a_schedule_of_ones_own_are_what_trains"
-    " unit/test_fp16.py::test_a_resumed_run_goes_on_with_the_scale_it_had",
-    "run.shards": "unit/test_fsdp_traffic.py contract/test_sharded_saves.py"
-    " -k 'left_whole or large_shards or other_weights or damaged or copies_are or several_ranks or shared_out or 8bit'",
-    "run.async_checkpoint": "contract/test_sharded_saves.py",
-    "algorithms.policy": "unit/test_policy_objectives.py",
-    "algorithms.estimators": "unit/test_policy_objectives.py",
-    "algorithms.grpo": "unit/test_policy_objectives.py",
-    "algorithms.ppo": "unit/test_policy_objectives.py",
-    "algorithms.reinforce": "unit/test_policy_objectives.py",
-    "algorithms.best_of_k": "unit/test_policy_objectives.py",
-    "compat.original.common": "unit/test_original_config.py",
-    "compat.original.train": "unit/test_original_config.py",
-    "compat.original.stages": "unit/test_original_config.py",
-    "compat.original.command": "unit/test_original_config.py",
-    "config.base": "contract/test_config.py",
-    "config.parsing": "contract/test_config.py",
-    "config.spelling": "contract/test_config.py",
-    "config.yaml_text": "contract/test_fuzz.py",
-    "rewards.text": "unit/test_rewards.py",
-    "rewards.numeric": "unit/test_rewards.py",
-    "tasks.docstrings.reward": "unit/test_docstring_reward.py",
-    "data.files": "unit/test_large_data.py",
-    "data.checksums": "unit/test_stages.py",
-}
+_LISTS = json.loads(Path(__file__).with_suffix(".json").read_text())
+TESTS: dict[str, str] = _LISTS["tests"]
 """What pytest is told for each module, with files below tests/. Where the files take minutes: their quick tests."""
-EQUIVALENT: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text())
+EQUIVALENT: dict[str, str] = _LISTS["equivalent"]
 """Mutants that behave as the code does, or that no test can tell from it, by name, and why."""
 
 _COMPARISONS = {

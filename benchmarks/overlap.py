@@ -1,6 +1,7 @@
 """How much of generation and training happens at the same time.
 
     python benchmarks/overlap.py [--json] [--rounds 3] [--batches 14] [--hidden 128] [--layers 4] [--bf16]
+    python benchmarks/overlap.py --engine vllm ...
     python benchmarks/overlap.py --waiting [--json]
 
 The real trainer, on a GPT-NeoX of 1.3M parameters: generator and learner on one core each, with so many prompts a
@@ -25,98 +26,51 @@ have more figures of each. About 15 minutes.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import torch
+import workload
 from smallest import parse
-from tokenizers import Tokenizer, models
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+from workload import PROMPT_TOKENS, VOCABULARY, WARM_UP, neox, reward, train
 
-from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
+from async_rlhf.config import VLLMConfig
 
-WARM_UP = 4  # batches: the first ones fill the pipeline
-PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 16, 64, 2048
-
-
-def tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """One token for each number: the text does not matter here."""
-    words = {f"w{i}": i for i in range(vocabulary - 1)} | {"<eos>": vocabulary - 1}
-    raw = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    raw.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
-
-
-def policy(hidden: int = 128, layers: int = 4) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 32,
-            intermediate_size=4 * hidden,
-            max_position_embeddings=PROMPT_TOKENS + RESPONSE_TOKENS,
-        )
-    )
-
-
-def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    return [float(sum(map(len, text.split()))) for text in completions]
+RESPONSE_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the policy, and the precision of its arithmetic."""
+    """Of the policy, the precision of its arithmetic, and what samples."""
 
     hidden: int = 128
     layers: int = 4
     bf16: bool = False
+    engine: str = "transformers"
 
 
 def measure(
     staleness: int, prompts: int, batches: int, both_cores: bool = False, size: Size = Size()
 ) -> dict[str, float]:
     """Seconds per batch of one run, means over the batches after the warm-up."""
-    words = [f"w{i}" for i in range(1, PROMPT_TOKENS + 1)]
-    rows = [{"query": " ".join([f"w{i + 20}", *words[1:]])} for i in range(256)]
-    with tempfile.TemporaryDirectory() as folder:
-        placement = {"placement": "inline"} if both_cores else {"placement": "process", "num_threads": 1}
-        args = OnlineDPOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=staleness,
-            total_episodes=prompts * batches,
-            per_device_train_batch_size=prompts,
-            non_eos_penalty=False,
-            max_prompt_length=PROMPT_TOKENS,
-            progress=False,
-            num_threads=2 if both_cores else 1,
-            bf16=size.bf16,
-            # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what they cost.
-            generation=GenerationConfig(response_length=RESPONSE_TOKENS, mismatch_samples=0, **placement),
-        )
-        model = policy(size.hidden, size.layers)
-        OnlineDPOTrainer(model, args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    logs = [json.loads(line) for line in lines][WARM_UP:]
-    mean = {name: statistics.fmean(log[name] for log in logs) for name in logs[0] if name.startswith("time/")}
-    return {
-        "wall": mean["time/batch"],
-        "generate": mean["time/generate"],
-        "train": mean["time/score"] + mean["time/annotate"] + mean["time/train"],
-        "publish": mean["time/publish"],
-        "wait": mean["time/wait"],
+    # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what comparing them costs.
+    inline = {"placement": "inline", "num_threads": None} if both_cores else {}
+    memory = VLLMConfig(kv_cache_gb=None if torch.cuda.is_available() else 0.1, gpu_memory_utilization=0.4)
+    generation = {"response_length": RESPONSE_TOKENS, "engine": size.engine, "vllm": memory, **inline}
+    options = {
+        **{"staleness": staleness, "batches": batches, "per_device_train_batch_size": prompts, "bf16": size.bf16},
+        **{"max_prompt_length": PROMPT_TOKENS, "num_threads": 2 if both_cores else 1},
     }
+    model = neox(VOCABULARY, size.hidden, size.layers, size.hidden // 32, PROMPT_TOKENS + RESPONSE_TOKENS)
+    mean = train("online_dpo", model, workload.prompts(), generation, options, reward_funcs=reward).mean_times()
+    shown = {"wall": mean["batch"], "generate": mean["generate"]}
+    shown["train"] = mean["score"] + mean["annotate"] + mean["train"]
+    return shown | {"publish": mean["publish"], "wait": mean["wait"]}
 
 
 def balanced_batch(size: Size, tried: Sequence[int]) -> int:
@@ -130,11 +84,11 @@ def balanced_batch(size: Size, tried: Sequence[int]) -> int:
 
 def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[str, float]]:
     """Medians over rounds, by staleness."""
-    runs: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
+    every: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
     for _ in range(rounds):
-        for name, found in runs.items():
+        for name, found in every.items():
             figures = measure(int(name[0]), prompts, batches, both_cores="both" in name, size=size)
-            base = found if name == "0" else runs["0"]
+            base = found if name == "0" else every["0"]
             figures["efficiency"] = max(figures["generate"], figures["train"]) / figures["wall"]
             figures["publish share"] = figures["publish"] / figures["wall"]
             found.append(figures)
@@ -142,58 +96,44 @@ def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[s
                 figures["speed-up"] = base[-1]["wall"] / figures["wall"]
     return {
         name: {key: statistics.median(f[key] for f in found if key in f) for key in found[0] | found[-1]}
-        for name, found in runs.items()
+        for name, found in every.items()
     }
 
 
-class Wait(NamedTuple):
-    """Something that nobody should wait for."""
+WAITS = (
+    ("rewards of half a batch, S = 2: wall / longer side", "rewards", "rewards beside training, S = 2",
+     "rewards in their turn, S = 2", "ratio", "at most 1.03"),
+    ("evaluation every 10 batches: wall / longer side", "evaluation", "generators", "learner", "ratio", "at most 1.03"),
+    ("publishing of 20% of a batch: wall / wall without", "publish", "beside", "in publish()", "wall", "at most 1.03"),
+    ("the same: share of a batch within publish()", "publish", "beside", "in publish()", "stall", "under 0.01"),
+    ("workers of speeds 1, 1, 1, 0.5: wall / best", "shares", "units", "fixed shares", "over_best", "at most 1.05"),
+    ("lognormal lengths, S = 2: places that are busy", "queue", "one queue", "batch by batch", "places",
+     "at least 0.95"),
+)  # fmt: skip
+"""Of each line: the file waits_*.py, its results for our way and the naive one, and which figure of them."""
 
-    what: str
-    ratio: float
-    naive: float
-    target: str
 
-
-def waits(smallest: bool) -> Iterator[Wait]:
+def waits(smallest: bool) -> Iterator[dict[str, Any]]:
     """What each of them adds to a batch."""
-    import waits_evaluation
-    import waits_publish
-    import waits_queue
-    import waits_rewards
-    import waits_shares
-
-    def measured(part: ModuleType) -> dict[str, dict[str, float]]:
-        return part.measure(**part.SMALLEST if smallest else {})
-
-    rewards = measured(waits_rewards)
-    ours, naive = (rewards[f"rewards {how}, S = 2"]["ratio"] for how in ("beside training", "in their turn"))
-    yield Wait("rewards of half a batch, S = 2: wall / longer side", ours, naive, "at most 1.03")
-    evaluation = measured(waits_evaluation)
-    ours, naive = (evaluation[who]["ratio"] for who in ("generators", "learner"))
-    yield Wait("evaluation every 10 batches: wall / longer side", ours, naive, "at most 1.03")
-    publish = measured(waits_publish)
-    ours, naive = (publish[how]["wall"] / publish["nothing"]["wall"] for how in ("beside", "in publish()"))
-    yield Wait("publishing of 20% of a batch: wall / wall without", ours, naive, "at most 1.03")
-    ours, naive = (publish[how]["stall"] for how in ("beside", "in publish()"))
-    yield Wait("the same: share of a batch within publish()", ours, naive, "under 0.01")
-    shares = measured(waits_shares)
-    ours, naive = (shares[how]["over_best"] for how in ("units", "fixed shares"))
-    yield Wait("workers of speeds 1, 1, 1, 0.5: wall / best", ours, naive, "at most 1.05")
-    queue = measured(waits_queue)
-    ours, naive = (queue[how]["places"] for how in ("one queue", "batch by batch"))
-    yield Wait("lognormal lengths, S = 2: places that are busy", ours, naive, "at least 0.95")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for what, name, ours, naive, figure, target in WAITS:
+        if name not in found:
+            part = importlib.import_module(f"waits_{name}")
+            found[name] = part.measure(**part.SMALLEST if smallest else {})
+        without = found[name]["nothing"]["wall"] if figure == "wall" else 1.0
+        ratio, other = (found[name][way][figure] / without for way in (ours, naive))
+        yield {"what": what, "ratio": ratio, "naive": other, "target": target}
 
 
 def print_waits(as_json: bool, smallest: bool) -> None:
     """A line for each."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if as_json:
-        print(json.dumps([wait._asdict() for wait in waits(smallest)]))
+        print(json.dumps([*waits(smallest)]))
         return
     print(f"{'':<54}{'ours':>8}{'naive':>8}  target")
     for wait in waits(smallest):
-        print(f"{wait.what:<54}{wait.ratio:>8.3f}{wait.naive:>8.3f}  {wait.target}", flush=True)
+        print(f"{wait['what']:<54}{wait['ratio']:>8.3f}{wait['naive']:>8.3f}  {wait['target']}", flush=True)
 
 
 def main() -> None:
@@ -208,13 +148,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128, help="the policy's width; a multiple of 32")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers", help="that samples")
     parser.add_argument("--waiting", action="store_true", help="what else could be waited for, with devices that sleep")
     options = parse(parser, rounds=1, batches=8, hidden=64, layers=1, prompts=4)
     if options.waiting:
         print_waits(options.json, options.smallest)
         return
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    size = Size(options.hidden, options.layers, options.bf16)
+    size = Size(options.hidden, options.layers, options.bf16, options.engine)
     prompts = options.prompts or balanced_batch(size, options.tried)
     results = run(options.rounds, options.batches, prompts, size)
     if options.json:

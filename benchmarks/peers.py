@@ -34,13 +34,14 @@ import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
 from smallest import parse
-from trl_example import install_trl
 
 ALGORITHMS = ("online_dpo", "rloo", "grpo")
 WAYS = ("trl", "in turn", "at once")
@@ -52,14 +53,35 @@ CASES: dict[str, dict[str, int]] = {
     "sums": {"completions": 64, "response": 12, "batches": 5, "samples": 8},
     "tiny": {"completions": 8, "response": 8, "batches": 4},
 }
+RAGGED: dict[str, dict[str, Any]] = {
+    "ragged": {},
+    "tldr": {"prompts": (512, 512), "ends": 53},
+    "tiny": {"width": 64, "layers": 1},
+}
+"""The models and prompts of cases with random weights."""
 SAMPLES = {"online_dpo": 2, "rloo": 4, "grpo": 4}
 KL = {"online_dpo": 0.1, "rloo": 0.05, "grpo": 0.0}
 RATE = 1e-5
+TRL = "1.16.0"
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
     """A reward function."""
     return [float(len(text) % 17) for text in completions]
+
+
+def install_trl(folder: Path) -> Path:
+    """The interpreter of an environment with TRL, whose other packages are those of this one."""
+    python = folder / "bin" / "python"
+    places = [path for path in folder.glob("lib/python*/site-packages") if list(path.glob(f"trl-{TRL}.dist-info"))]
+    if not places:
+        print(f"installing trl {TRL} into {folder}", file=sys.stderr)
+        venv.create(folder, with_pip=False, symlinks=True)
+        target = next(folder.glob("lib/python*/site-packages"))
+        (target / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
+        subprocess.run([*pip, f"trl=={TRL}"], check=True)
+    return python
 
 
 # What both train on
@@ -111,32 +133,22 @@ def make_ragged(
 
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+    from workload import neox
 
     vocabulary = 6000
     words = {f"w{i}": i for i in range(vocabulary - 2)} | {"<eos>": vocabulary - 2, "<pad>": vocabulary - 1}
     base = Tokenizer(models.WordLevel(words, unk_token="w0"))
     base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<eos>", pad_token="<pad>")
-    torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        intermediate_size=4 * width,
-        max_position_embeddings=1024,
-        bos_token_id=vocabulary - 2,
-        eos_token_id=vocabulary - 2,
-        pad_token_id=vocabulary - 1,
-    )
-    policy = GPTNeoXForCausalLM(config)
+    end = vocabulary - 2
+    policy = neox(vocabulary, width, layers, 8, 1024, bos_token_id=end, eos_token_id=end, pad_token_id=vocabulary - 1)
     with torch.no_grad():  # every state has a part in common, which only the end of an answer looks at
         policy.gpt_neox.final_layer_norm.bias[0] = 10.0
         head_VH = policy.get_output_embeddings().weight
         head_VH[:, 0] = 0.0
-        head_VH[vocabulary - 2] = 0.0
-        head_VH[vocabulary - 2, 0] = float(torch.tensor(vocabulary / ends).log()) / 10.0
+        head_VH[end] = 0.0
+        head_VH[end, 0] = float(torch.tensor(vocabulary / ends).log()) / 10.0
     policy.save_pretrained(out / "policy")
     tokenizer.save_pretrained(out / "policy")
     draw = random.Random(0)
@@ -250,14 +262,9 @@ def run_ours(folder: Path, case: str, algorithm: str, staleness: int, threads: i
     else:
         kind = ours.RLOOConfig if algorithm == "rloo" else ours.GRPOConfig
         args = kind(**shared, kl=ours.KLConfig(coef=KL[algorithm]))
-    trainer: type[OnlineTrainer] = {
-        "online_dpo": ours.OnlineDPOTrainer,
-        "rloo": ours.RLOOTrainer,
-        "grpo": ours.GRPOTrainer,
-    }[algorithm]
     reward = {"reward_model": str(folder / "reward")} if (folder / "reward").exists() else {"reward_funcs": length}
     dataset = load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train")
-    trainer(str(folder / "policy"), args, dataset, prompt_field="prompt", callbacks=[timer], **reward).train()
+    OnlineTrainer(str(folder / "policy"), args, dataset, prompt_field="prompt", callbacks=[timer], **reward).train()
     return timer.ends
 
 
@@ -362,14 +369,8 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each run in all")
-    parser.add_argument(
-        "--trl-threads",
-        type=int,
-        help="threads of TRL, if not all: with half of them, what a second device for the generator is worth",
-    )
-    parser.add_argument(
-        "--trl-rows", type=int, nargs="+", default=[8, 32, 128], help="rows a pass that TRL is tried with"
-    )
+    parser.add_argument("--trl-threads", type=int, help="threads of TRL, if not all")
+    parser.add_argument("--trl-rows", type=int, nargs="+", default=[8, 32, 128], help="a pass, tried with TRL")
     parser.add_argument("--json", action="store_true", help="print the rows as one line of JSON, last")
     for name in ("case", "algorithm", "way"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -384,16 +385,13 @@ def main() -> None:
     pythons = {"ours": Path(sys.executable)}
     if "trl" in args.ways:
         pythons["trl"] = install_trl((args.env or args.out / "env").resolve())
-    if "docstrings" in args.cases:
-        make_docstrings(args.out / "docstrings", args.models or args.out / "quickstart")
-    if "ragged" in args.cases:
-        make_ragged(args.out / "ragged")
-    if "tldr" in args.cases:
-        make_ragged(args.out / "tldr", prompts=(512, 512), ends=53)
-    if "sums" in args.cases:
-        make_sums(args.out / "sums")
-    if "tiny" in args.cases:
-        make_ragged(args.out / "tiny", width=64, layers=1)
+    for case in args.cases:
+        if case == "docstrings":
+            make_docstrings(args.out / case, args.models or args.out / "quickstart")
+        elif case == "sums":
+            make_sums(args.out / case)
+        else:
+            make_ragged(args.out / case, **RAGGED[case])
     print(f"{'case':<12}{'algorithm':<12}{'':<9}{'completions/s':>14}{'memory, GB':>12}{'ratio':>7}")
     rows = [row for case in args.cases for name in args.algorithms for row in compare(args, pythons, case, name)]
     if args.json:

@@ -1,6 +1,6 @@
 """How fast new weights leave the learner: GB/s of the weights as they are published, in bfloat16.
 
-    python benchmarks/publish.py [--device cuda:0] [--model 410m] [--receivers 1] [--rounds 5] [--json FILE]
+    python benchmarks/publish.py [--device cuda:0] [--model 410m] [--receivers 1] [--rounds 5] [--json]
 
 A GPT-NeoX with float32 weights, of 76 tensors, of 292 small ones, or of the size of Pythia 410m. Every way that is the
 run's includes rounding and checksums:
@@ -11,6 +11,8 @@ run's includes rounding and checksums:
     network    from the host's copy to receivers in processes of their own until each has everything: by NCCL if there
                is a GPU for each receiver beside the learner's, else by TCP; all rounds over the same connections
     raw        torch's broadcast of as many bytes, from one piece of memory into another, by NCCL or Gloo
+
+    rounding, to the host, checksums, to the device: these parts of it alone, one after the other
 
 The first round of each warms up and is shown by itself. "Stall" is what the learner waits for: until publish() returns,
 with a thread that does the rest.
@@ -34,7 +36,8 @@ import machine
 import torch
 from smallest import parse
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXForCausalLM
+from workload import neox
 
 from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import broadcast
@@ -50,25 +53,20 @@ from async_rlhf.models.publish import (
 )
 from async_rlhf.models.weights import digests
 
-PYTHIA_410M = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 50304}
-SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
-MODELS = {"410m": PYTHIA_410M, "292 tensors": {**SMALL, "num_hidden_layers": 24}, "small": SMALL}
+Sizes = tuple[int, int, int, int]
+PYTHIA_410M, SMALL = (50304, 1024, 24, 16), (4096, 256, 6, 8)
+"""Vocabulary, width, layers and heads."""
+MODELS = {"410m": PYTHIA_410M, "292 tensors": (4096, 256, 24, 8), "small": SMALL}
 Prepare = Callable[[], None]
 
 
-def make_model(sizes: Mapping[str, int], device: str) -> GPTNeoXForCausalLM:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=4 * sizes["hidden_size"]))
-
-
-def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) -> dict[str, Any]:
+def measure(device: str, sizes: Sizes, rounds: int, receivers: int) -> dict[str, Any]:
     """Seconds and GB/s of every way.
 
     Raises:
         RuntimeError: a receiver's tensors are not those that were sent.
     """
-    model = make_model(sizes, device)
+    model = neox(*sizes).to(device)
     ways: dict[str, list[float]] = {}
     stalls: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +77,9 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
             "folder": SnapshotFolder(Path(folder) / "snapshots", torch.bfloat16, 2),
         }
         for name, snapshots in kinds.items():
-            ways[name] = [_seconds(lambda s=snapshots, v=v: s.publish(model, v), device) for v in range(rounds + 1)]
+            ways[name] = [
+                machine.seconds(lambda s=snapshots, v=v: s.publish(model, v), device) for v in range(rounds + 1)
+            ]
             stalls[name] = statistics.median(_stall(snapshots, model, rounds + 1 + v) for v in range(rounds))
         size = sum(tensor.nbytes for tensor in host.views(0).values())
         gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
@@ -89,6 +89,8 @@ def measure(device: str, sizes: Mapping[str, int], rounds: int, receivers: int) 
         place = device if by_nccl else "cpu"
         ways["network"] = send(host.slot(2 * rounds), host.specs, place, places, rounds + 1)
         ways["raw"] = raw(size, place, places, rounds + 1)
+        for name, part in parts(model, host, device).items():
+            ways[name] = [machine.seconds(part, device) for _ in range(rounds + 1)]
         for snapshots in kinds.values():
             snapshots.close()
     return {
@@ -118,12 +120,21 @@ def _stall(snapshots: Snapshots, model: GPTNeoXForCausalLM, version: int) -> flo
     return seconds
 
 
-def _seconds(work: Callable[[], Any], device: str) -> float:
-    started = time.perf_counter()
-    work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+def parts(model: GPTNeoXForCausalLM, host: SnapshotRing, device: str) -> dict[str, Callable[[], Any]]:
+    """What a version's way to a generator of this host consists of."""
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    views = host.views(0)
+
+    def copy(sources: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> None:
+        for name in sources.keys() & places.keys():
+            places[name].copy_(sources[name], non_blocking=True)
+
+    return {
+        "rounding": lambda: copy(model.state_dict(), rounded),
+        "to the host": lambda: copy(rounded, views),
+        "checksums": lambda: digests(views),
+        "to a device": lambda: copy(views, rounded),
+    }
 
 
 def send(
@@ -250,18 +261,14 @@ def _receive(pipe: Connection, rank: int, world: int, device: str, prepare: Prep
         pipe.send((ended, digests(taken)))
 
 
-def _shown(way: Mapping[str, Any]) -> str:
-    return f"{way['stall_seconds']:.4f}" if "stall_seconds" in way else "-"
-
-
 def text(found: Mapping[str, Any]) -> str:
     how = f"{found['receivers']} receivers by {found['network']}"
     lines = [f"{found['gigabytes']:.3g} GB in {found['tensors']} tensors, {how}"]
-    lines += [f"{'':<10}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
+    lines += [f"{'':<12}{'GB/s':>8}{'seconds':>10}{'the first':>12}{'stall':>10}"]
     for name, way in found["ways"].items():
-        lines.append(
-            f"{name:<10}{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}{_shown(way):>10}"
-        )
+        stall = f"{way['stall_seconds']:.4f}" if "stall_seconds" in way else "-"
+        figures = f"{way['gb_per_second']:>8.2f}{way['seconds']:>10.3f}{way['first_seconds']:>12.3f}"
+        lines.append(f"{name:<12}{figures}{stall:>10}")
     return "\n".join(lines)
 
 
@@ -272,14 +279,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the host")
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", action="store_true", help="one more line, of JSON")
     options = parse(parser, model="small", rounds=1)
     torch.set_num_threads(options.threads)
     name = options.model or ("410m" if options.device.startswith("cuda") else "small")
     found = measure(options.device, MODELS[name], options.rounds, options.receivers)
     print(f"{machine.name_of(options.device)}: {text(found)}")
     if options.json:
-        Path(options.json).write_text(json.dumps({"machine": machine.describe(options.device), **found}, indent=2))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

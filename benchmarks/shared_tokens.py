@@ -1,22 +1,25 @@
 """What it saves to compute once what rows have in common at their beginning: packed rows against the forest of them.
 
     python benchmarks/shared_tokens.py [--json] [--rounds 5] [--shapes tldr4 sums] [--models neox llama]
+    python benchmarks/shared_tokens.py --device cuda:0 --bf16
 
-Forward and backward pass of the log-probabilities of the answers, by the learner's own functions, on one thread. K
-answers of random tokens follow a prompt; their lengths are 0.5 to 1.5 times what the shape says. Both ways take turns
-within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `llama` has SmolLM2-135M's shape, 6 of its
-30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
+Forward and backward pass of the log-probabilities of the answers, by the learner's own functions, on one thread of a
+CPU. K answers of random tokens follow a prompt; their lengths are 0.5 to 1.5 times what the shape says. All ways take
+turns within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `llama` has SmolLM2-135M's shape, 6
+of its 30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
 
     tokens    of the rows, and of their forest
     fewer     rows / forest: what would be saved if a token cost the same wherever it stands, and all else nothing
     bound     multiplications, rows / forest: those of blocks, of the head, which is shared only where answers are, and
               of attention, as answers attend to the prompt either way
-    ratio     processor time of packed rows / of the forest: the median over rounds, the smallest and the largest
+    padded    time of padded rows / of packed ones: the median over rounds
+    ratio     processor time of packed rows / of the forest: the median over rounds, the smallest and the largest;
+              on a GPU wall time, as of all here
     part      ratio / bound
     memory    bytes kept for the backward pass, packed rows / forest
 
-Then answers of that many tokens are sampled by the engine on transformers. Prompts have up to two tokens less, as all
-are seldom equally long, and rows that are padded need a mask:
+Then, on a CPU, answers of that many tokens are sampled by the engine on transformers. Prompts have up to two tokens
+less, as all are seldom equally long, and rows that are padded need a mask:
 
     seconds   of the processor with a prompt's keys and values repeated for its K rows, and shared by them; the median
 """
@@ -26,14 +29,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from machine import seconds
 from smallest import parse
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from workload import neox
 
 from async_rlhf.generation import decode_cache
 from async_rlhf.generation.protocol import SamplingParams
@@ -54,17 +59,16 @@ SHAPES = {
 }
 """Tokens of a prompt and of an answer, K, and prompts."""
 WORDS = 4000
+PAIRS = ("padded", "packed"), ("packed", "forest")
 
 
 def model_of(kind: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    longest = {"max_position_embeddings": 4096}
     if kind == "neox":
-        sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
-        return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=4096, **sizes, **longest))
+        return neox(4096, 256, 6, 4, 4096)
+    torch.manual_seed(0)
     sizes = {"hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "intermediate_size": 1536}
-    config = LlamaConfig(vocab_size=49152, num_key_value_heads=3, tie_word_embeddings=True, **sizes, **longest)
-    return LlamaForCausalLM(config)
+    more = {"num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes, **more))
 
 
 def rows_of(prompt: int, answer: int, samples: int, prompts: int) -> tuple[Tensor, Tensor]:
@@ -77,12 +81,10 @@ def rows_of(prompt: int, answer: int, samples: int, prompts: int) -> tuple[Tenso
     return tokens_BT, ((places_T >= prompt) & (places_T < lengths_B[:, None])).float()
 
 
-def step(model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor) -> float:
-    """Seconds of the processor."""
+def step(model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor) -> None:
+    """Forward and backward pass."""
     model.zero_grad()
-    started = time.process_time()
     response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False).logprobs_BT.sum().backward()
-    return time.process_time() - started
 
 
 def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, float, int]:
@@ -104,7 +106,6 @@ def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, fl
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    head = model.get_output_embeddings()
     handles = [
         model.register_forward_pre_hook(count, with_kwargs=True),
         head.register_forward_pre_hook(lambda _m, given: work.append(float(len(given[0]) * head.weight.numel()))),
@@ -116,52 +117,45 @@ def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, fl
     return tokens[0], sum(work), sum(kept.values())
 
 
-def measure(kind: str, shape: str, rounds: int) -> dict[str, Any]:
-    model, rows = model_of(kind), rows_of(*SHAPES[shape])
-    seconds: dict[bool, list[float]] = {False: [], True: []}
+def measure(kind: str, shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    model, rows = model_of(kind).to(options.device), rows_of(*SHAPES[shape])
+    compute = partial(step, model, *rows)
+    taken: dict[str, list[float]] = {"padded": [], "packed": [], "forest": []}
     counts = {}
-    for turn in range(rounds + 1):
-        for shared in seconds:
-            choose(True, False, {"model": model}, False, sharing=shared)
-            if turn == 0:
-                counts[shared] = counted(model, lambda: step(model, *rows))
-            else:
-                seconds[shared].append(step(model, *rows))
-    ratios = [packed / forest for packed, forest in zip(*seconds.values(), strict=True)]
-    fewer, bound, memory = (packed / forest for packed, forest in zip(counts[False], counts[True], strict=True))
+    for turn in range(options.rounds + 1):
+        for way, so_far in taken.items():
+            with torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=options.bf16):
+                choose(way != "padded", False, {"model": model}, options.bf16, sharing=way == "forest")
+                if turn:
+                    so_far.append(seconds(compute, options.device, of_processor=True))
+                elif way == "padded":
+                    compute()
+                else:
+                    counts[way] = counted(model, compute)
+    padded, ratios = ([a / b for a, b in zip(taken[one], taken[other], strict=True)] for one, other in PAIRS)
+    fewer, bound, memory = (packed / forest for packed, forest in zip(*counts.values(), strict=True))
     ratio = statistics.median(ratios)
-    return {
-        "model": kind,
-        "shape": shape,
-        "tokens": int(counts[False][0]),
-        "forest": int(counts[True][0]),
-        "fewer": fewer,
-        "bound": bound,
-        "ratio": ratio,
-        "smallest": min(ratios),
-        "largest": max(ratios),
-        "part": ratio / bound,
-        "memory": memory,
-    }
+    found = {"model": kind, "shape": shape, "tokens": counts["packed"][0], "forest": counts["forest"][0]}
+    found |= {"fewer": fewer, "bound": bound, "padded": statistics.median(padded), "ratio": ratio}
+    return found | {"smallest": min(ratios), "largest": max(ratios), "part": ratio / bound, "memory": memory}
 
 
-def sample(kind: str, shape: str, rounds: int) -> dict[str, Any]:
+def sample(kind: str, shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of sampling, with keys and values repeated and shared."""
     prompt, answer, samples, prompts = SHAPES[shape]
     tokens_BT, _ = rows_of(*SHAPES[shape])
     given = [Prompt(n, n, tuple(row[n % 3 : prompt])) for n, row in enumerate(tokens_BT[::samples].tolist())]
     # No token ends an answer.
     params = SamplingParams(samples, 1.0, answer, (-1,), 0, batch_size=samples * prompts)
-    engine, seconds = TransformersEngine(model_of(kind).eval(), params), dict[bool, list[float]]()
-    for turn in range(rounds + 1):
+    engine, taken = TransformersEngine(model_of(kind).eval(), params), dict[bool, list[float]]()
+    for turn in range(options.rounds + 1):
         for shared in (False, True):
             decode_cache.SHARED = 1 if shared else 10**9
-            started = time.process_time()
-            engine.generate(given)
+            spent = seconds(lambda: engine.generate(given), "cpu", of_processor=True)
             if turn:
-                seconds.setdefault(shared, []).append(time.process_time() - started)
-    ratios = [repeated / once for repeated, once in zip(*seconds.values(), strict=True)]
-    repeated, once = map(statistics.median, seconds.values())
+                taken.setdefault(shared, []).append(spent)
+    ratios = [repeated / once for repeated, once in zip(*taken.values(), strict=True)]
+    repeated, once = map(statistics.median, taken.values())
     found = {"repeated": repeated, "shared": once, "ratio": statistics.median(ratios)}
     return {"model": kind, "shape": shape, **found, "smallest": min(ratios), "largest": max(ratios)}
 
@@ -172,7 +166,7 @@ def table(name: str, columns: list[str], options: argparse.Namespace, measured: 
     rows = []
     for kind in options.models:
         for shape in options.shapes:
-            rows.append(row := measured(kind, shape, options.rounds))
+            rows.append(row := measured(kind, shape, options))
             numbers = (row[column] if isinstance(row[column], int) else f"{row[column]:.2f}" for column in columns)
             print(f"{kind:<7}{shape:<13}" + "".join(f"{number:>10}" for number in numbers), flush=True)
     return rows
@@ -185,11 +179,15 @@ def main() -> None:
     given = [shape for shape in SHAPES if shape != "tiny"]
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=given)
     parser.add_argument("--models", nargs="+", choices=("neox", "llama"), default=["neox", "llama"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     options = parse(parser, rounds=1, shapes=["tiny"], models=["neox"])
     torch.set_num_threads(1)
-    columns = ["tokens", "forest", "fewer", "bound", "ratio", "smallest", "largest", "part", "memory"]
+    columns = ["tokens", "forest", "fewer", "bound", "padded", "ratio", "smallest", "largest", "part", "memory"]
     rows = table("training", columns, options, measure)
-    sampled = table("sampling", ["repeated", "shared", "ratio", "smallest", "largest"], options, sample)
+    sampled = []
+    if options.device == "cpu":
+        sampled = table("sampling", ["repeated", "shared", "ratio", "smallest", "largest"], options, sample)
     if options.json:
         print(json.dumps({"rows": rows, "sampling": sampled}))
 

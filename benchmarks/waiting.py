@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import functools
-import math
 import multiprocessing
-import random
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXForCausalLM
+from workload import neox
 
 STEP_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.015, 0.0005, 0.00025
 """Of a step of decoding, of each row of it, and of each token of any other pass."""
 
 
 class WaitingModel(GPTNeoXForCausalLM):
-    """Passes take a time by rows and tokens; decoding varies from share to share by ``config.variation``."""
+    """Passes take a time by rows and tokens."""
 
     @functools.wraps(GPTNeoXForCausalLM.forward)  # engines look at what it takes
     def forward(self, input_ids: Tensor, *others: Any, **options: Any) -> Any:
         rows, length = input_ids.shape
-        if length > 1:
-            sigma = math.sqrt(math.log1p(self.config.variation**2))
-            draw = random.Random(int(input_ids.sum())).gauss(-(sigma**2) / 2, sigma)  # the same in every run
-            self.slowness = math.exp(draw)
-        decoding = (STEP_SECONDS + ROW_SECONDS * rows) * self.slowness
-        time.sleep(decoding if length == 1 else TOKEN_SECONDS * rows * length)
+        time.sleep(STEP_SECONDS + ROW_SECONDS * rows if length == 1 else TOKEN_SECONDS * rows * length)
         return super().forward(input_ids, *others, **options)
 
 
-def waiting_policy(vocabulary: int, positions: int, variation: float) -> WaitingModel:
-    """So small that the waiting is all of its time."""
-    config = _small(vocabulary, positions)
-    config.variation = variation
-    torch.manual_seed(0)
-    return WaitingModel(config)
+def small(kind: type[GPTNeoXForCausalLM], vocabulary: int, positions: int, **more: Any) -> Any:
+    """So small that waiting is all of its time."""
+    return neox(vocabulary, 16, 1, 2, positions, intermediate_size=16, kind=kind, **more)
+
+
+def waiting_policy(vocabulary: int, positions: int) -> WaitingModel:
+    return small(WaitingModel, vocabulary, positions)
 
 
 class SleepingModel(GPTNeoXForCausalLM):
@@ -58,22 +53,7 @@ class SleepingModel(GPTNeoXForCausalLM):
 
 
 def sleeping_policy(vocabulary: int, positions: int, seconds: float, speeds: Sequence[float]) -> SleepingModel:
-    """So small that sleeping is all of its time."""
-    config = _small(vocabulary, positions)
-    config.seconds, config.speeds = seconds, list(speeds)
-    torch.manual_seed(0)
-    return SleepingModel(config)
-
-
-def _small(vocabulary: int, positions: int) -> GPTNeoXConfig:
-    return GPTNeoXConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=positions,
-    )
+    return small(SleepingModel, vocabulary, positions, seconds=seconds, speeds=list(speeds))
 
 
 class CountingModel(GPTNeoXForCausalLM):
@@ -101,17 +81,10 @@ class CountingModel(GPTNeoXForCausalLM):
 
 def counting_policy(vocabulary: int, positions: int, step_seconds: float, token_seconds: float) -> CountingModel:
     """One layer, which adds nothing."""
-    config = GPTNeoXConfig(
-        vocab_size=vocabulary,
-        hidden_size=vocabulary,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=positions,
-        eos_token_id=vocabulary - 1,  # else it is 2, which would end every answer two tokens early
-    )
-    config.step_seconds, config.token_seconds = step_seconds, token_seconds
-    model = CountingModel(config)
+    times = {"step_seconds": step_seconds, "token_seconds": token_seconds}
+    # Without an end of its own it is token 2, which would end every answer two tokens early.
+    ends = {"eos_token_id": vocabulary - 1, "intermediate_size": 16, "kind": CountingModel}
+    model = neox(vocabulary, vocabulary, 1, 2, positions, **ends, **times)
     with torch.no_grad():
         for weights in model.parameters():
             weights.zero_()

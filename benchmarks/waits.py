@@ -1,4 +1,4 @@
-"""What the benchmarks that wait (waits_*.py) share: prompts, what the planner predicts, and the command line."""
+"""What the benchmarks that wait (waits_*.py) share: a run, what the planner predicts, and the command line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import inspect
 import json
 import logging
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smallest import parse
+from waiting import waiting_policy
+from workload import PROMPT_TOKENS, VOCABULARY, Run, prompts, reward, train
 
 from async_rlhf.studies.plan.command import find_times, with_recipe
 from async_rlhf.studies.plan.config import PlanConfig, ScalingConfig, SecondsConfig, WorkloadConfig
@@ -21,16 +22,14 @@ _SPANS = ("wait", "score", "annotate", "train", "publish")
 Figures = Mapping[str, float]
 
 
-def prompts(tokens: int) -> list[dict[str, str]]:
-    """256 prompts of so many tokens, which differ in the first."""
-    words = " ".join(f"w{i}" for i in range(1, tokens))
-    return [{"query": f"w{i + 20} {words}"} for i in range(256)]
-
-
-def mean_times(logs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over batches of what metrics.jsonl has of times, without the "time/" of their names."""
-    names = [name for name in logs[0] if name.startswith("time/")]
-    return {name.removeprefix("time/"): statistics.fmean(log[name] for log in logs) for name in names}
+def waiting_run(
+    algorithm: str, response_tokens: int, options: Mapping[str, Any], reward_funcs: Any = reward, **of_trainer: Any
+) -> Run:
+    """A run whose model waits as on a device of its own, always as long."""
+    model = waiting_policy(VOCABULARY, PROMPT_TOKENS + response_tokens)
+    options = {"max_prompt_length": PROMPT_TOKENS, **options}
+    generation = {"response_length": response_tokens, "probe_steps": 0}
+    return train(algorithm, model, prompts(), generation, options, reward_funcs=reward_funcs, **of_trainer)
 
 
 def seconds_of(mean: Mapping[str, float], **more: float) -> SecondsConfig:

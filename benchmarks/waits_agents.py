@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 import waits
-from overlap import tokenizer
 from waiting import counting_policy
+from workload import tokenizer
 
 from async_rlhf import GenerationConfig
 from async_rlhf.generation.episodes.endpoint import Client

@@ -18,20 +18,17 @@ In flight a place is taken again as soon as an episode waits; exact episodes tak
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import waits
-from overlap import tokenizer
 from waiting import counting_policy
+from workload import train
 
-from async_rlhf import GenerationConfig, Observation, RLOOConfig, RLOOTrainer
+from async_rlhf import Observation
 from async_rlhf.generation.sampling import request_seeds
 from async_rlhf.types import Prompt
 
@@ -67,37 +64,20 @@ class Waits:
 def run(batches: int, episodes: int, step_seconds: float, in_flight: bool) -> dict[str, float]:
     """Means over batches of the times of each phase."""
     rows = [{"query": f"{PROMPT} w{TOKENS}"}] * (batches * episodes // SAMPLES)
-    length = TURNS * (TOKENS + 3)
-    with tempfile.TemporaryDirectory() as folder:
-        args = RLOOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=2,
-            samples_per_prompt=SAMPLES,
-            batches=batches,
-            completions_per_batch=episodes,
-            per_device_train_batch_size=episodes // 4,
-            non_eos_penalty=False,
-            progress=False,
-            num_threads=1,
-            generation=GenerationConfig(
-                placement="process",
-                num_threads=1,
-                in_flight=in_flight,
-                response_length=TOKENS + 1,
-                max_turns=TURNS,
-                episode_length=length,
-                batch_size=min(PLACES, episodes // 2),
-                mismatch_samples=0,
-            ),
-        )
-        policy = counting_policy(40, 8 + length, step_seconds, 1e-6)
-        mean = TOKENS * step_seconds / 2
-        world = lambda: Waits(mean)  # noqa: E731 - it goes to another process
-        RLOOTrainer(policy, args, rows, environment=world, processing_class=tokenizer(40)).train()
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["episode/turns"] == TURNS and line["val/response_length"] == TURNS * TOKENS for line in lines)
-    return waits.mean_times(lines[EDGE:-EDGE])
+    length, mean = TURNS * (TOKENS + 3), TOKENS * step_seconds / 2
+    generation = {
+        **{"in_flight": in_flight, "response_length": TOKENS + 1, "max_turns": TURNS, "episode_length": length},
+        "batch_size": min(PLACES, episodes // 2),
+    }
+    options = {
+        **{"staleness": 2, "samples_per_prompt": SAMPLES, "batches": batches},
+        **{"completions_per_batch": episodes, "per_device_train_batch_size": episodes // 4},
+    }
+    policy = counting_policy(40, 8 + length, step_seconds, 1e-6)
+    found = train("rloo", policy, rows, generation, options, 40, environment=lambda: Waits(mean))
+    as_long = {(line["episode/turns"], line["val/response_length"]) for line in found.logs}
+    assert as_long == {(TURNS, TURNS * TOKENS)}
+    return found.mean_times(EDGE, -EDGE)
 
 
 def bounds(batches: int, episodes: int, step_seconds: float) -> tuple[float, float]:

@@ -17,30 +17,24 @@ itself while everything else waits. Seconds per batch, after the first four:
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import waits
-from overlap import VOCABULARY, reward, tokenizer
+import workload
 from transformers import PreTrainedModel
-from waiting import waiting_policy
 
-from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer, OnlineConfig
+from async_rlhf import OnlineConfig
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.studies.plan.config import WorkloadConfig
 from async_rlhf.types import Group, Prompt
 
-WARM_UP = 4  # batches: the first ones fill the pipeline
-EVERY = 10
-PROMPT_TOKENS, RESPONSE_TOKENS = 16, 24
+EVERY, RESPONSE_TOKENS = 10, 24
 SMALLEST = {"batches": 12, "prompts": 2}
 KINDS = ("none", "generators", "learner")
 
@@ -72,33 +66,17 @@ def by_the_learner() -> Iterator[None]:
 
 def run(kind: str, batches: int, prompts: int) -> dict[str, float]:
     """Seconds of each phase of a batch, means over those after the warm-up."""
-    rows, evaluates = waits.prompts(PROMPT_TOKENS), kind != "none"
-    with tempfile.TemporaryDirectory() as folder, by_the_learner() if kind == "learner" else nullcontext():
-        args = GRPOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=1,
-            batches=batches,
-            samples_per_prompt=2,
-            completions_per_batch=2 * prompts,
-            per_device_train_batch_size=2 * prompts,
-            num_epochs=2,
-            eval_steps=EVERY if evaluates else 0,
-            non_eos_penalty=False,
-            max_prompt_length=PROMPT_TOKENS,
-            progress=False,
-            num_threads=1,
-            generation=GenerationConfig(
-                response_length=RESPONSE_TOKENS, mismatch_samples=0, placement="process", num_threads=1
-            ),
-        )
-        policy = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, variation=0.0)
-        held = rows[: 2 * prompts] if evaluates else None
-        GRPOTrainer(policy, args, rows, reward_funcs=reward, processing_class=tokenizer(), eval_dataset=held).train()
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    logs = [line for line in lines if "time/batch" in line and line["batch"] > WARM_UP]
-    assert sum("eval_objective/scores" in line for line in lines) == (batches // EVERY + 1 if evaluates else 0)
-    return waits.mean_times(logs)
+    evaluates, size = kind != "none", 2 * prompts
+    options = {
+        **{"staleness": 1, "batches": batches, "samples_per_prompt": 2, "completions_per_batch": size},
+        **{"per_device_train_batch_size": size, "num_epochs": 2, "eval_steps": EVERY if evaluates else 0},
+    }
+    with by_the_learner() if kind == "learner" else nullcontext():
+        held = workload.prompts()[:size] if evaluates else None
+        found = waits.waiting_run("grpo", RESPONSE_TOKENS, options, eval_dataset=held)
+    evaluations = sum("eval_objective/scores" in line for line in found.logs)
+    assert evaluations == (batches // EVERY + 1 if evaluates else 0)
+    return found.mean_times()
 
 
 def figures(mean: dict[str, float], predicted: float) -> dict[str, float]:

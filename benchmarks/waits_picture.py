@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from overlap import PROMPT_TOKENS, VOCABULARY, tokenizer
+import waits
+import workload
 from smallest import parse
-from waiting import waiting_policy
 from waits_evaluation import by_the_learner
 from waits_publish import copies_that_take
 from waits_rewards import PROMPTS, RESPONSE_TOKENS, REWARD_SECONDS, slow_reward
 
-from async_rlhf import GenerationConfig, GRPOConfig, GRPOTrainer
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.studies.report.charts import Axis, Spec, figure, render_png, timeline
 
@@ -48,37 +46,19 @@ WORK = {
 
 def trace(in_turn: bool, batches: int, prompts: int, seconds: float) -> str:
     """trace.json of one run. A batch is ``prompts``, its rewards take ``seconds``."""
-    judge = slow_reward(seconds)
+    judge, size = slow_reward(seconds), 2 * prompts
     vars(judge)["by_prompt"] = True
-    words = " ".join(f"w{i}" for i in range(1, PROMPT_TOKENS))
-    rows = [{"query": f"w{i + 20} {words}"} for i in range(256)]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as naive:
-        args = GRPOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=2,
-            batches=batches,
-            samples_per_prompt=2,
-            completions_per_batch=2 * prompts,
-            per_device_train_batch_size=2 * prompts,
-            eval_steps=4,
-            non_eos_penalty=False,
-            max_prompt_length=PROMPT_TOKENS,
-            progress=False,
-            num_threads=1,
-            generation=GenerationConfig(
-                response_length=RESPONSE_TOKENS, mismatch_samples=0, placement="process", num_threads=1
-            ),
-        )
+    options = {
+        **{"staleness": 2, "batches": batches, "samples_per_prompt": 2, "completions_per_batch": size},
+        **{"per_device_train_batch_size": size, "eval_steps": 4},
+    }
+    with ExitStack() as naive:
         naive.enter_context(copies_that_take(0.4 * seconds, in_publish=in_turn))
         if in_turn:
             naive.enter_context(by_the_learner())
             naive.enter_context(patch.object(Scorer, "begin", lambda *_: None))
-        policy = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, variation=0.0)
-        GRPOTrainer(
-            policy, args, rows, reward_funcs=judge, processing_class=tokenizer(), eval_dataset=rows[:prompts]
-        ).train()
-        return (Path(folder) / "trace.json").read_text()
+        held = workload.prompts()[:prompts]
+        return waits.waiting_run("grpo", RESPONSE_TOKENS, options, judge, eval_dataset=held).trace
 
 
 def spans(text: str) -> list[tuple[str, str, int, float, float]]:
@@ -116,19 +96,19 @@ def main() -> None:
     parser.add_argument("--reward-seconds", type=float, default=REWARD_SECONDS)
     options = parse(parser, batches=8, prompts=2, reward_seconds=0.02)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    runs, last = {}, options.batches - 2
+    shown, last = {}, options.batches - 2
     for title, in_turn in {"Everything in its turn": True, "Nobody waits": False}.items():
         text = trace(in_turn, options.batches, options.prompts, options.reward_seconds)
-        runs[title] = bars(text, last)
+        shown[title] = bars(text, last)
         if options.traces is not None:
             options.traces.mkdir(parents=True, exist_ok=True)
             (options.traces / f"{title.lower().replace(' ', '_')}.json").write_text(text)
-    longest = max(seconds for _, seconds in runs.values())
+    longest = max(seconds for _, seconds in shown.values())
     x = Axis("start", f"seconds from the end of batch {FROM}; a bar's number is its batch", domain=(0, longest))
     panels: list[Spec] = [
         timeline(rows, list(TRACKS.values()), x, longest)
         | {"title": f"{title}: {seconds / (last - FROM):.2f} s a batch", "width": 900}
-        for title, (rows, seconds) in runs.items()
+        for title, (rows, seconds) in shown.items()
     ]
     render_png(figure(panels, columns=1), options.out, scale=1.3)
 

@@ -17,23 +17,17 @@ does. The generator waits for its weights as long in either. Medians over batche
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import waits
-from overlap import PROMPT_TOKENS, VOCABULARY, WARM_UP, reward, tokenizer
 from torch import nn
-from waiting import waiting_policy
 
-from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.publish import Later, SnapshotRing, Work, at_once
 
@@ -59,29 +53,11 @@ def copies_that_take(seconds: float, in_publish: bool) -> Iterator[None]:
 
 
 def run(batches: int, prompts: int) -> dict[str, float]:
-    """Seconds of each phase of a batch, means over those after the warm-up."""
-    rows = waits.prompts(PROMPT_TOKENS)
-    with tempfile.TemporaryDirectory() as folder:
-        generation = GenerationConfig(
-            response_length=RESPONSE_TOKENS, placement="process", num_threads=1, mismatch_samples=0, probe_steps=0
-        )
-        args = OnlineDPOConfig(
-            output_dir=folder,
-            staleness=1,
-            total_episodes=prompts * batches,
-            per_device_train_batch_size=prompts,
-            num_epochs=2,
-            non_eos_penalty=False,
-            max_prompt_length=PROMPT_TOKENS,
-            progress=False,
-            num_threads=1,
-            generation=generation,
-        )
-        model = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, 0.0)
-        OnlineDPOTrainer(model, args, rows, reward_funcs=reward, processing_class=tokenizer()).train()
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    # After the last but one nothing is published.
-    return waits.mean_times([json.loads(line) for line in lines][WARM_UP:-2])
+    """Seconds of each phase of a batch, means over those after the warm-up and before the last two: after the last but
+    one nothing is published.
+    """
+    options = {"staleness": 1, "batches": batches, "per_device_train_batch_size": prompts, "num_epochs": 2}
+    return waits.waiting_run("online_dpo", RESPONSE_TOKENS, options).mean_times(last=-2)
 
 
 def measure(batches: int = 12, share: float = 0.2, rounds: int = 3, prompts: int = 32) -> dict[str, dict[str, float]]:

@@ -14,19 +14,15 @@ For each, means over the batches after the first two and before the last two:
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import waits
-from overlap import tokenizer
 from waiting import counting_policy
+from workload import reward, train
 
-from async_rlhf import GenerationConfig, RLOOConfig, RLOOTrainer
 from async_rlhf.studies.plan.config import WorkloadConfig
 
 PLACES, SAMPLES = 32, 2
@@ -36,35 +32,19 @@ SMALLEST = {"batches": 6, "rows": 64, "step_seconds": 0.001}
 EDGE = 2  # batches at either end that do not count
 
 
-def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    return [1.0] * len(completions)
-
-
 def run(batches: int, total: int, step_seconds: float, one_queue: bool) -> dict[str, float]:
     """Means over batches of the times of each phase."""
     rows = [{"query": f"w{LONGEST + 1} w{LONGEST + 2} w{LONGEST + 3} w{length}"} for length in lengths(batches, total)]
-    where = {"placement": "process", "num_threads": 1, "in_flight": one_queue}
-    with tempfile.TemporaryDirectory() as folder:
-        args = RLOOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=2,
-            samples_per_prompt=SAMPLES,
-            batches=batches,
-            per_device_train_batch_size=32,
-            completions_per_batch=total,
-            non_eos_penalty=False,
-            progress=False,
-            num_threads=1,
-            generation=GenerationConfig(response_length=LONGEST + 1, batch_size=PLACES, mismatch_samples=0, **where),
-        )
-        made = tokenizer(LONGEST + 8)
-        model = counting_policy(LONGEST + 8, PROMPT_TOKENS + LONGEST + 1, step_seconds, TOKEN_SECONDS)
-        RLOOTrainer(model, args, rows, reward_funcs=reward, processing_class=made).train()
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    written = statistics.fmean(line["val/response_length"] for line in lines)
+    generation = {"in_flight": one_queue, "response_length": LONGEST + 1, "batch_size": PLACES}
+    options = {
+        **{"staleness": 2, "samples_per_prompt": SAMPLES, "batches": batches},
+        **{"per_device_train_batch_size": 32, "completions_per_batch": total},
+    }
+    model = counting_policy(LONGEST + 8, PROMPT_TOKENS + LONGEST + 1, step_seconds, TOKEN_SECONDS)
+    found = train("rloo", model, rows, generation, options, LONGEST + 8, reward_funcs=reward)
+    written = statistics.fmean(line["val/response_length"] for line in found.logs)
     assert math.isclose(written, statistics.fmean(lengths(batches, total)), rel_tol=1e-3), written
-    return waits.mean_times(lines[EDGE:-EDGE])
+    return found.mean_times(EDGE, -EDGE)
 
 
 def lengths(batches: int, total: int) -> list[int]:
@@ -78,18 +58,12 @@ def measure(batches: int = 7, rows: int = 512, step_seconds: float = 0.025) -> d
     """With one queue, and with a barrier after each batch."""
     ways = {"one queue": True, "batch by batch": False}
     means = {name: run(batches, rows, step_seconds, one_queue) for name, one_queue in ways.items()}
-    size = WorkloadConfig(
-        prompts=rows // SAMPLES,
-        samples_per_prompt=SAMPLES,
-        response_length=LONGEST,
-        response_tokens=statistics.fmean(lengths(batches, rows)),
-        places=PLACES,
-    )
+    drawn = {"response_length": LONGEST, "response_tokens": statistics.fmean(lengths(batches, rows))}
+    size = WorkloadConfig(prompts=rows // SAMPLES, samples_per_prompt=SAMPLES, places=PLACES, **drawn)
     found = {}
     for name, mean in means.items():
-        predicted = waits.predicted(
-            waits.seconds_of(means["batch by batch"]), 2, replace(size, in_flight=name == "one queue")
-        )
+        seconds, workload = waits.seconds_of(means["batch by batch"]), replace(size, in_flight=name == "one queue")
+        predicted = waits.predicted(seconds, 2, workload)
         found[name] = {"places": mean["generate_places_taken"], "wall": mean["batch"], "predicted": predicted}
     return found
 

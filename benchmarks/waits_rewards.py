@@ -13,19 +13,14 @@ matter, and the reward function waits for half of a batch's time, as a remote ju
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import waits
-from overlap import PROMPT_TOKENS, VOCABULARY, reward, tokenizer
-from waiting import waiting_policy
+from workload import reward
 
-from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
 from async_rlhf.rewards.scorer import Scorer
 
 WARM_UP = 5
@@ -45,30 +40,11 @@ def slow_reward(seconds: float) -> Callable[..., list[float]]:
 
 def run(batches: int, prompts: int, reward_seconds: float, staleness: int, beside: bool) -> dict[str, float]:
     """Seconds of each phase of a batch, means over those after the warm-up."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = OnlineDPOConfig(
-            output_dir=folder,
-            overwrite_output_dir=True,
-            staleness=staleness,
-            total_episodes=prompts * batches,
-            per_device_train_batch_size=prompts,
-            non_eos_penalty=False,
-            max_prompt_length=PROMPT_TOKENS,
-            progress=False,
-            num_threads=1,
-            reference_device=None if beside else "learner",
-            generation=GenerationConfig(
-                response_length=RESPONSE_TOKENS, mismatch_samples=0, placement="process", num_threads=1
-            ),
-        )
-        model = waiting_policy(VOCABULARY, PROMPT_TOKENS + RESPONSE_TOKENS, 0.0)
-        rows = waits.prompts(PROMPT_TOKENS)
-        judge = slow_reward(reward_seconds)
-        trainer = OnlineDPOTrainer(model, args, rows, reward_funcs=judge, processing_class=tokenizer())
-        with patch.object(Scorer, "begin", Scorer.begin if beside else lambda *_: None):
-            trainer.train()
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return waits.mean_times([json.loads(line) for line in lines][WARM_UP:])
+    options = {"staleness": staleness, "batches": batches, "per_device_train_batch_size": prompts}
+    where = {} if beside else {"reference_device": "learner"}
+    with patch.object(Scorer, "begin", Scorer.begin if beside else lambda *_: None):
+        found = waits.waiting_run("online_dpo", RESPONSE_TOKENS, options | where, slow_reward(reward_seconds))
+    return found.mean_times(WARM_UP)
 
 
 def figures(mean: dict[str, float], frozen: float, staleness: int, predicted: float) -> dict[str, float]:
@@ -76,13 +52,8 @@ def figures(mean: dict[str, float], frozen: float, staleness: int, predicted: fl
     sampling, training = mean["generate"], mean["train"]
     longer = max(sampling, training)
     bound = max(1.0, (sampling + frozen + training) / (staleness + 1) / longer)
-    shown = {
-        "wall": mean["batch"],
-        "sampling": sampling,
-        "training": training,
-        "score": mean["score"],
-        "reference": mean["annotate"],
-    }
+    shown = {"wall": mean["batch"], "sampling": sampling, "training": training}
+    shown |= {"score": mean["score"], "reference": mean["annotate"]}
     return {**shown, "ratio": mean["batch"] / longer, "bound": bound, "predicted": predicted}
 
 

@@ -12,9 +12,9 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from async_rlhf.commands.evaluation.statistics import (
     clustered_mean_interval,
     crossed_mean_interval,
     mean_interval,
+    t_quantile,
 )
 from async_rlhf.config.parsing import parse
 from async_rlhf.studies.certify.certificate import in_order, looks, summary_of
@@ -121,12 +122,11 @@ Runs = dict[tuple[str, str], dict[tuple[str, int], Judged]]
 """By algorithm and staleness, by starting model and seed."""
 
 
-def grouped(runs: Sequence[Judged]) -> Runs:
-    """Runs of a study with these axes."""
+def grouped(runs: Sequence[Judged], axis: str = "algorithm") -> Runs:
+    """Runs of a study with this axis, staleness, and perhaps starting models."""
     found: Runs = defaultdict(dict)
     for run in runs:
-        place = run.setting["algorithm"], run.setting["train.staleness"]
-        found[place][run.setting["start"], run.seed] = run
+        found[run.setting[axis], run.setting["train.staleness"]][run.setting.get("start", ""), run.seed] = run
     return found
 
 
@@ -134,6 +134,12 @@ def lost(groups: Runs, algorithm: str, staleness: str, bases: Runs | None = None
     """(runs, prompts): scores less those of the same start and seed at S = 0, of others if given."""
     here, base = groups[algorithm, staleness], (bases or groups)[algorithm, "0"]
     return np.array([np.subtract(here[key].scores, base[key].scores) for key in here if key in base])
+
+
+def head(titles: str) -> Iterator[str]:
+    """Of a table, whose titles are a line."""
+    yield titles
+    yield f"{'| --- ' * (titles.count('|') - 1)}|"
 
 
 def told(interval: Interval, form: str) -> str:
@@ -146,24 +152,33 @@ def p_of(means: Sequence[float]) -> float:
     return float(stats.ttest_1samp(means, 0.0).pvalue)
 
 
+def effects(groups: Runs, name: str, ages: Sequence[int], bases: Runs | None = None) -> list[str]:
+    """Cells of a row: accuracy at S = 0, of others if given, and what larger S change."""
+    level = within(crossed_mean_interval([run.scores for run in (bases or groups)[name, "0"].values()]))
+    changes = [crossed_mean_interval(lost(groups, name, str(age), bases).tolist()) for age in ages]
+    return [name, told(level, ".3f"), *(told(change, "+.3f") for change in changes)]
+
+
+def kls(groups: Runs, name: str, oldest: int) -> str:
+    """To the starting model, at S = 0 and the largest S."""
+    return ", ".join(f"{fmean(run.kl for run in groups[name, age].values()):.2f}" for age in ("0", str(oldest)))
+
+
+def places(groups: Runs) -> tuple[list[str], list[int]]:
+    """What is compared, and the staleness above 0."""
+    return list(dict.fromkeys(name for name, _ in groups)), sorted({int(age) for _, age in groups} - {0})
+
+
 def robustness(*names: str) -> Iterator[str]:
     """Of each algorithm: accuracy at S = 0, and what larger S change; of the runs of some studies."""
     groups = grouped([run for name in names for run in read(name)])
-    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in groups))
-    ages = sorted({int(age) for _, age in groups} - {0})
-    oldest = str(ages[-1])
-    corrected = holm([p_of(lost(groups, algorithm, oldest).mean(axis=1).tolist()) for algorithm in algorithms])
-    titles = ["algorithm", "S = 0", *(f"S = {age}" for age in ages), "p, Holm", f"KL, S = 0 and {oldest}", "runs"]
-    yield f"| {' | '.join(titles)} |"
-    yield f"| {' | '.join('---' for _ in titles)} |"
-    for algorithm, p in zip(algorithms, corrected, strict=True):
-        base = groups[algorithm, "0"]
-        level = within(crossed_mean_interval([run.scores for run in base.values()]))
-        changes = [crossed_mean_interval(lost(groups, algorithm, str(age)).tolist()) for age in ages]
-        kls = [fmean(run.kl for run in groups[algorithm, age].values()) for age in ("0", oldest)]
-        cells = [algorithm, told(level, ".3f"), *(told(change, "+.3f") for change in changes)]
-        cells += [f"{p:.2g}", f"{kls[0]:.2f}, {kls[1]:.2f}", str(len(base))]
-        yield f"| {' | '.join(cells)} |"
+    algorithms, ages = places(groups)
+    corrected = holm([p_of(lost(groups, name, str(ages[-1])).mean(axis=1).tolist()) for name in algorithms])
+    stale = " | ".join(f"S = {age}" for age in ages)
+    yield from head(f"| algorithm | S = 0 | {stale} | p, Holm | KL, S = 0 and {ages[-1]} | runs |")
+    for name, p in zip(algorithms, corrected, strict=True):
+        last = [f"{p:.2g}", kls(groups, name, ages[-1]), str(len(groups[name, "0"]))]
+        yield f"| {' | '.join([*effects(groups, name, ages), *last])} |"
 
 
 def primary(name: str) -> Iterator[str]:
@@ -176,8 +191,7 @@ def primary(name: str) -> Iterator[str]:
 
 def studies() -> Iterator[str]:
     """How large each study is. A run on sorting takes 12 seconds of one core, one on docstrings 90."""
-    yield "| data | runs | seeds | starting models | hours of one core |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield from head("| data | runs | seeds | starting models | hours of one core |")
     whole = ("rates", "robustness", "between", "second", "time", "pair_losses", "certificate", *SWEPT)
     for name, runs in ((name, read(name)) for name in whole):
         seeds, starts = {run.seed for run in runs}, {run.setting.get("start") for run in runs}
@@ -199,13 +213,10 @@ def certificate() -> Iterator[str]:
 def equal_time() -> Iterator[str]:
     """Of each algorithm: accuracy at S = 0 after as long as larger S take, and what these change."""
     groups, bases = grouped([*read("robustness"), *read("between")]), grouped(read("time"))
-    ages = sorted({age for _, age in groups if age != "0"}, key=int)
-    yield f"| algorithm | S = 0 | {' | '.join(f'S = {age}' for age in ages)} |"
-    yield f"| --- | --- | {' | '.join('---' for _ in ages)} |"
+    ages = places(groups)[1]
+    yield from head(f"| algorithm | S = 0 | {' | '.join(f'S = {age}' for age in ages)} |")
     for algorithm, _ in bases:
-        level = within(crossed_mean_interval([run.scores for run in bases[algorithm, "0"].values()]))
-        changes = [crossed_mean_interval(lost(groups, algorithm, age, bases).tolist()) for age in ages]
-        yield f"| {' | '.join([algorithm, told(level, '.3f'), *(told(change, '+.3f') for change in changes)])} |"
+        yield f"| {' | '.join(effects(groups, algorithm, ages, bases))} |"
 
 
 SWEPT = {
@@ -252,28 +263,20 @@ def rates() -> Iterator[str]:
     for run in read("rates"):
         found[run.setting["algorithm"]][run.setting["train.learning_rate"]].append(fmean(run.scores))
     names = list(next(iter(found.values())))
-    yield f"| algorithm | {' | '.join(f'{float(name):.0e}'.replace('e-0', 'e-') for name in names)} |"
-    yield f"| --- | {' | '.join('---' for _ in names)} |"
+    yield from head(f"| algorithm | {' | '.join(f'{float(name):.0e}'.replace('e-0', 'e-') for name in names)} |")
     for algorithm, by_rate in found.items():
         yield f"| {algorithm} | {' | '.join(f'{fmean(by_rate[name]):.3f}' for name in names)} |"
 
 
 def pair_losses() -> Iterator[str]:
     """Of each loss on pairs: accuracy at S = 0, and what larger S change, over the same seeds and prompts."""
-    groups: dict[str, dict[str, dict[int, Judged]]] = defaultdict(lambda: defaultdict(dict))
-    for run in read("pair_losses"):
-        groups[run.setting["loss"]][run.setting["train.staleness"]][run.seed] = run
-    ages = sorted({int(age) for group in groups.values() for age in group} - {0})
-    yield f"| loss | S = 0 | {' | '.join(f'S = {age}' for age in ages)} | KL, S = 0 and {ages[-1]} | seeds |"
-    yield f"| --- | --- | {' | '.join('---' for _ in ages)} | --- | --- |"
-    for loss, by_age in groups.items():
-        base = by_age["0"]
-        cells = [loss, told(within(crossed_mean_interval([run.scores for run in base.values()])), ".3f")]
-        for age in ages:
-            changes = [np.subtract(run.scores, base[seed].scores) for seed, run in by_age[str(age)].items()]
-            cells.append(told(crossed_mean_interval(np.array(changes).tolist()), "+.3f"))
-        kls = [fmean(run.kl for run in by_age[str(age)].values()) for age in (0, ages[-1])]
-        yield f"| {' | '.join([*cells, f'{kls[0]:.2f}, {kls[1]:.2f}', str(len(base))])} |"
+    groups = grouped(read("pair_losses"), "loss")
+    losses, ages = places(groups)
+    stale = " | ".join(f"S = {age}" for age in ages)
+    yield from head(f"| loss | S = 0 | {stale} | KL, S = 0 and {ages[-1]} | seeds |")
+    for loss in losses:
+        last = [kls(groups, loss, ages[-1]), str(len(groups[loss, "0"]))]
+        yield f"| {' | '.join([*effects(groups, loss, ages), *last])} |"
 
 
 class Branches(NamedTuple):
@@ -305,8 +308,7 @@ def branches() -> Iterator[Branches]:
 
 def impulse() -> Iterator[str]:
     """What some old batches in a row change, just after them and later."""
-    yield "| objective | batches in a row | sampled by | just after | 4 later | 16 later | branches |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield from head("| objective | batches in a row | sampled by | just after | 4 later | 16 later | branches |")
     for kind in branches():
         how = "the same weights, other random numbers" if kind.other else f"weights of {kind.age} batches before"
         changes = (told(kind.change(later), "+.3f") for later in (0, 4, 16))
@@ -338,8 +340,7 @@ def whole_runs() -> Iterator[str]:
         if row["kind"] != "branch":
             (found[row["objective"], row["kind"]][row["seed"]],) = row["right"].values()
     single = {(kind.objective, kind.age): kind for kind in branches() if kind.count == 1 and not kind.other}
-    yield "| objective | S = 0 | S = 4 | sum of single batches | S = 16 | sum of single batches | seeds |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield from head("| objective | S = 0 | S = 4 | sum of single batches | S = 16 | sum of single batches | seeds |")
     for objective in dict.fromkeys(objective for objective, _ in found):
         base = found[objective, "base"]
         cells = [objective, told(mean_interval([*base.values()]), ".3f")]
@@ -364,8 +365,7 @@ def drift() -> Iterator[str]:
         moved[row["objective"], row["age"]].append(row)
     groups = grouped([*read("robustness"), *read("between")])
     ages = [age for age in sorted({age for _, age in moved}) if any(int(known) == age for _, known in groups)]
-    yield "| objective | S | KL | ESS | second moment | minus S = 0 |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield from head("| objective | S | KL | ESS | second moment | minus S = 0 |")
     told_of: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
     for (objective, age), rows in moved.items():
         if age in ages:
@@ -389,12 +389,42 @@ def sums() -> Iterator[str]:
     for run in runs:
         groups[run.setting["algorithm"], run.setting["train.staleness"]].append(run.scores)
     all_of_them, some = f"right answers to {len(new)} held-out sums", f"to the {new.sum()} that are new in either order"
-    yield f"| | S | seeds | {all_of_them} | {some} |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield from head(f"| | S | seeds | {all_of_them} | {some} |")
     for (algorithm, staleness), scores in groups.items():
         mean = np.mean(scores, axis=0)
         cells = [told(mean_interval(part.tolist()), ".1%") for part in (mean, mean[new])]
         yield f"| {' | '.join([algorithm, staleness, str(len(scores)), *cells])} |"
+
+
+@cache
+def detectable(seeds: int, power: float = 0.8, draws: int = 200_000) -> float:
+    """The smallest effect, in standard deviations of a difference, that a two-sided t-test at 5% finds so often: from
+    the noncentral t distribution, by simulation of its definition.
+    """
+    chance = np.random.default_rng(0)
+    means = chance.standard_normal(draws) / np.sqrt(seeds)
+    deviations = np.sqrt(chance.chisquare(seeds - 1, draws) / (seeds - 1))
+    # Found where (effect + mean) sqrt(n) / deviation exceeds the quantile; the other tail is negligible here.
+    return float(np.quantile(t_quantile(seeds - 1) * deviations / np.sqrt(seeds) - means, power))
+
+
+def power() -> Iterator[str]:
+    """Of each setting against S = 0: how far the difference varies over seeds, and what is found with 80% power."""
+    scores: dict[tuple[tuple[str, str], ...], dict[int, float]] = defaultdict(dict)
+    for run in read("robustness"):
+        scores[tuple(run.setting.items())][run.seed] = fmean(run.scores)
+    yield from head(
+        "| setting | seeds | sd of the difference, paired | unpaired | found with 80%: these seeds | 3 | 6 | 12 |"
+    )
+    for setting, ours in scores.items():
+        base = scores.get(tuple({**dict(setting), "train.staleness": "0"}.items()), {})
+        seeds = sorted(ours.keys() & base.keys())
+        if base is not ours and len(seeds) > 1:
+            paired = stdev(ours[seed] - base[seed] for seed in seeds)
+            unpaired = sum(stdev(side[seed] for seed in seeds) ** 2 for side in (ours, base)) ** 0.5
+            found = (f"{detectable(n) * paired:.3f}" for n in (len(seeds), 3, 6, 12))
+            cells = [", ".join(f"{axis.rpartition('.')[2]} {label}" for axis, label in setting), str(len(seeds))]
+            yield f"| {' | '.join([*cells, f'{paired:.4f}', f'{unpaired:.4f}', *found])} |"
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
@@ -412,6 +442,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "impulse": impulse,
     "whole_runs": whole_runs,
     "drift": drift,
+    "power": power,
 }
 
 

@@ -109,10 +109,7 @@ ELSEWHERE = {
     "--live": "tests/unit/test_report.py",
     "rewards.judge:judge(": "tests/unit/test_judged_rewards.py",
     "rewards.reward_models:": "tests/unit/test_judged_rewards.py",
-    "python benchmarks/algorithms.py": "tests/benchmarks/test_own_processes.py",
-    "python benchmarks/seeds.py": "tests/benchmarks/test_benchmarks.py",
     "python benchmarks/shared_tokens.py": "tests/benchmarks/test_benchmarks.py",
-    "python benchmarks/power.py": "tests/unit/test_sweep.py",
     "python scripts/science.py": "tests/unit/test_science.py",
     "python -m pytest tests/unit/test_routing.py": "tests/unit/test_routing.py",
     "python -m venv verifiers": "tests/foreign/conftest.py",
@@ -127,7 +124,6 @@ NOT_RUN = {
     "export ": "sets a variable for what follows",
     "async-rlhf sweep recipes/science/": "hours; tests/unit/test_recipes.py reads every setting",
     "async-rlhf certify recipes/": "hours; tests/unit/test_certify.py decides in seconds",
-    "for s in 0 1 2": "three quickstarts; one is run",
     "async-rlhf COMMAND": "stands for all commands",
 }
 """What nothing runs as it stands, and why."""

@@ -10,15 +10,12 @@ import pytest
 from printed import BENCHMARKS, columns, in_here, markdown, require
 
 TESTS = Path(__file__).parents[1]
-PARTS = {"fake_rank", "machine", "smallest", "tiny_inputs", "waiting", "waits"}
+PARTS = {"fake_rank", "machine", "runs", "smallest", "waiting", "waits"}
 """What benchmarks import: no benchmarks themselves."""
 ELSEWHERE = {
     **dict.fromkeys(
         # Each starts processes, and takes ten seconds or more.
         (
-            "algorithms",
-            "checkpoint",
-            "data",
             "episodes",
             "faults",
             "loading",
@@ -26,7 +23,6 @@ ELSEWHERE = {
             "mutants",
             "peers",
             "publish",
-            "rows",
             "waits_agents",
             "waits_environment",
             "waits_evaluation",
@@ -37,9 +33,7 @@ ELSEWHERE = {
         ),
         "benchmarks/test_own_processes.py",
     ),
-    "gpu": "gpu/test_benchmarks.py",
-    "power": "unit/test_sweep.py",  # reads a sweep's results
-    "vllm_seeds": "vllm/test_benchmarks.py",
+    "gpu": "benchmarks/test_gpu_run_book.py",
 }
 
 
@@ -58,7 +52,7 @@ def test_every_benchmark_is_run_by_a_test():
 
 def test_benchmarks_use_public_names_of_the_package_alone():
     """Those of torch and of the interpreter have no public names for what fake_rank.py does."""
-    of_others = {"os._exit", "sys._getframe", "wait._asdict"}
+    of_others = {"os._exit", "sys._getframe"}
     found = []
     for path in sorted(BENCHMARKS.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -134,7 +128,7 @@ def test_waits_picture(run, tmp_path):
 
 
 def test_learner(run):
-    titles = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding"]
+    titles = ["budget", "update", "bare", "ratio", "smallest", "largest", "padding", "peak"]
     (row,) = columns(run("learner.py", "--threads", "1"), 0, titles)
     for title in titles:
         require(row[title], 1e-3)
@@ -151,6 +145,7 @@ def test_shared_tokens(run):
         "forest",
         "fewer",
         "bound",
+        "padded",
         "ratio",
         "smallest",
         "largest",
@@ -162,6 +157,7 @@ def test_shared_tokens(run):
     assert int(row["tokens"]) - int(row["forest"]) == 2 * 8
     assert 1 < float(row["bound"]) < float(row["fewer"])
     assert float(row["memory"]) > 1
+    require(row["padded"], 1e-3)
     require(row["ratio"], 1e-3)
 
 
@@ -174,88 +170,3 @@ def test_generation(run):
             require(row["tokens/s"], 1)
             require(row["/ generate"].replace("-", " "), 0.01)
             require(row["/ bare loop"].replace("-", " "), 0.01)
-
-
-def test_turns(run):
-    (rows,) = markdown(run("turns.py"))
-    assert [row["turns"] for row in rows] == ["4", "4", "6"]
-    for row in rows:
-        require(row["all again / going on"].partition("(")[0], 0.1)
-
-
-def test_certificate(run):
-    bets, errors, pairs, coverage = markdown(run("certificate.py"))
-    assert [len(table) for table in (bets, errors, pairs, coverage)] == [7, 7, 7, 18]
-    for row in bets:
-        require(row["bets"], 0, 100)
-    for row in errors:
-        for title, cell in list(row.items())[1:]:
-            assert not cell or 0 <= float(cell.removesuffix("%")) <= 100, (title, cell)
-    for row in pairs:
-        parts = [float(row[title].removesuffix("%")) for title in ("non-inferior", "inferior", "undecided")]
-        assert sum(parts) == pytest.approx(100, abs=0.2)
-        require(row["pairs, mean"], 5, 30)
-    for row in coverage:
-        require(row["the interval holds it"], 0, 100)
-    (priors,) = markdown(run("certificate.py", "--prior"))
-    for row in priors:
-        for cell in row.values():
-            require(cell, 0.5, 60)
-
-
-def test_mismatch(run):
-    (rows,) = markdown(run("mismatch.py"))
-    for row in rows:
-        require(row["before: every batch"], 0, 100)
-        require(row["`mismatch_steps`"], 1)
-        require(row["after"], 0, float(row["before: every batch"].removesuffix("%")))
-
-
-def test_checksums_and_samples(run):
-    for line in run("checksums.py").splitlines():
-        require(line[8:].removesuffix("GB/s"), 0.01)
-    copied, *rest = run("samples.py").splitlines()
-    require(copied.removeprefix("copying the tensors:"))
-    assert len(rest) == 2
-    for line in rest:
-        require(line.partition("tensors:")[2])
-
-
-def test_the_path_of_weights_by_bandwidths(run):
-    (rows,) = markdown(run("weight_path.py"))
-    assert [row["bytes a parameter"] for row in rows] == ["6", "2", "2", "2", "2", "10", "24"]
-    assert all(float(row["seconds"]) <= float(row["before"]) for row in rows)
-
-
-def test_seeds(run):
-    (rows,) = markdown(run("seeds.py"))
-    assert [row["model"] for row in rows] == ["sft", "synchronous", "asynchronous"] * 3
-    for row in rows[:6]:
-        require(row["gold reward"], 0, 1)
-        if row["model"] != "sft":
-            require(row["wins vs. sft"], 0, 100)
-            require(row["KL to sft"])
-            assert {row["above sft"], row["async within sync"]} <= {"yes", "no", ""}
-
-
-def test_plan_without_runs(run):
-    (sizes,) = markdown(run("plan.py", "--table"))
-    assert [(row["model"], row["GPUs"]) for row in sizes] == [
-        (model, gpus) for model in ("410m", "1B", "2.8B", "8B") for gpus in "14"
-    ]
-    for row in sizes:
-        if row["generators + learners"] != "does not fit":
-            require(row["seconds a batch"], 0.01)
-    (paper,) = markdown(run("plan.py", "--paper"))
-    for row in paper:
-        require(row["S = 1"], 0.1, float(row["S = 0"]))
-
-
-def test_trl_example_our_side(run, tmp_path):
-    """TRL's is run where somebody installs it: the benchmark does, into an environment of its own."""
-    header, row = run("trl_example.py", "--only", "ours", "--out", str(tmp_path)).splitlines()
-    assert header.split(maxsplit=1) == ["seconds", "reward, means of 10 batches"]
-    name, *figures = row.split()
-    assert name == "async_rlhf"
-    assert len(figures) == 2
-    require(" ".join(figures))

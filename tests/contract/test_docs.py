@@ -134,20 +134,16 @@ def dry_runs() -> dict[str, list[str]]:
     """The words of each command that nothing runs as it stands, with placeholders replaced."""
     found = {}
     for one in SHOWN:
-        text = one.words.split(";", 2)[1] if one.words.startswith("for s") else one.words
         text = re.sub(
-            r".*slurm/(?:one_node|several_nodes)[.]sh (\S+)(?: mnoukhov\S+)?", r"async-rlhf train --config \1", text
+            r".*slurm/(?:one_node|several_nodes)[.]sh (\S+)(?: mnoukhov\S+)?",
+            r"async-rlhf train --config \1",
+            one.words,
         )
         words = re.search(r"(?:async-rlhf|async_rlhf[.]cli) (\w+ .*)", text)
         if words and not one.inline and not is_run(one) and one.page != "docs/faq.md" and "COMMAND" not in text:
             ranks = re.search(r"--nproc-per-node (\d)", text)
             more = f" --train.parallel.ranks {ranks[1]}" if ranks and " train " in text else ""
-            text = (
-                re.sub(r'(?<=yml)"$', "", words[1])
-                .partition(" | ")[0]
-                .replace("$s", "0")
-                .replace(" ...", " --config run.yml")
-            )
+            text = re.sub(r'(?<=yml)"$', "", words[1]).partition(" | ")[0].replace(" ...", " --config run.yml")
             found[one.words] = [*shlex.split(re.sub(r"\bMODEL\b", "my-org/sft", text) + more), "--dry-run"]
     return found
 

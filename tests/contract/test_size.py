@@ -16,8 +16,11 @@ PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
 CORE, WHOLE, TESTED, NAMES, KEYS = 24_625, 30_364, 38_875, 16, 449
 """Each rises only with a feature, by what that feature needs."""
+PROGRAMS = 3_800
+"""Of benchmarks/ and scripts/."""
 SECONDS = 420
 """Of processor time that ``make test`` may take: four minutes on two cores."""
+FOLDERS = "benchmarks", "scripts"
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -41,6 +44,8 @@ def test_lines():
     assert sum(n for room, n in rooms.items() if room not in ABOVE_THE_CORE) <= CORE, told
     assert sum(rooms.values()) <= WHOLE, told
     assert sum(map(lines, TESTS.rglob("*.py"))) <= TESTED
+    programs = {path.name: lines(path) for name in FOLDERS for path in (TESTS.parent / name).rglob("*.py")}
+    assert sum(programs.values()) <= PROGRAMS, programs
 
 
 def test_the_seconds_of_the_first_tier():

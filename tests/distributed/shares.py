@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from ranks import new_policy
-from rows import Counted
 from tiny import new_args
+from torch import Tensor
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config import ParallelConfig
@@ -26,6 +28,30 @@ from async_rlhf.learner.strategies.choice import make_parallel
 from async_rlhf.types import Batch, Group, Prompt, Sample, ScoredBatch
 
 PROMPTS, SAMPLES, LONGEST = 24, 4, 240
+
+
+class Counted:
+    """Counts the bytes that this rank is sent."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __enter__(self) -> Counted:
+        named = [(dist, name) for name in ("recv", "irecv", "broadcast", "all_gather")]
+        named += [(dist.distributed_c10d, name) for name in ("broadcast", "all_gather")]  # for objects
+        for place, name in named:
+            patch.object(place, name, self._counting(getattr(place, name))).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        patch.stopall()
+
+    def _counting(self, function: Any) -> Any:
+        def counting(into: Tensor | list[Tensor], *args: Any, **options: Any) -> Any:
+            self.bytes += sum(tensor.nbytes for tensor in ([into] if isinstance(into, Tensor) else into))
+            return function(into, *args, **options)
+
+        return counting
 
 
 def scored_batch() -> ScoredBatch:

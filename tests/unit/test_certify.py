@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import simulated_certificates
 from tiny import PROMPTS, byte_tokenizer, json_rows, new_policy
 
 from async_rlhf.commands.stage import json_lines
@@ -30,9 +29,6 @@ from async_rlhf.studies.certify.certificate import (
 )
 from async_rlhf.studies.certify.command import run_certify, trials_of
 from async_rlhf.studies.certify.config import CertifyConfig
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import certificate
 
 QUESTION = Question(staleness=4, margin=0.02, error=0.05, min_pairs=5, bound=0.05, breakdown_rate=0.5)
 # Mean gold reward of twelve pairs of runs of one recipe at S = 0 and S = 4 whose seeds had much in common.
@@ -188,14 +184,14 @@ def test_a_wrong_non_inferior_is_as_rare_as_stated(name):
     """At all looks together, of up to 120 pairs: whatever the differences are distributed like."""
     d_RN = WRONG[name](np.random.default_rng(3), (2000, 120))
     wrong_R = np.zeros(len(d_RN), dtype=bool)
-    for _, reached_R in certificate.bets_at_all_looks(d_RN, FIXED):
+    for _, reached_R in simulated_certificates.bets_at_all_looks(d_RN, FIXED):
         wrong_R |= reached_R
     assert wrong_R.mean() <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(d_RN))
 
 
-def test_the_benchmark_simulates_these_bets():
+def test_the_simulation_is_of_these_bets():
     d_RN = np.random.default_rng(4).normal(0, 0.05, (20, 60))
-    for n, reached_R in certificate.bets_at_all_looks(d_RN, FIXED):
+    for n, reached_R in simulated_certificates.bets_at_all_looks(d_RN, FIXED):
         for d, reached in zip(d_RN, reached_R, strict=True):
             assert reached == (known_of(d[:n].tolist(), FIXED).decision == "non-inferior")
 

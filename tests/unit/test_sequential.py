@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+import simulated_certificates as simulated
 
 from async_rlhf.commands.evaluation.statistics import variance_saved
 from async_rlhf.studies.certify.sequential import critical_t, log_evidence, look
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import certificate
 
 ERROR, MAX_PAIRS = 0.05, 30
 
@@ -137,9 +133,9 @@ def ends(differences, margin):
     return n, {"non-inferior": 1, "inferior": -1, "undecided": 0}[found.decision]
 
 
-def test_the_benchmark_simulates_this_test():
+def test_the_simulation_is_of_this_test():
     x_RN = np.random.default_rng(11).standard_normal((150, MAX_PAIRS)) + np.linspace(-1, 1, 150)[:, None]
-    pairs_R, decision_R = certificate.certificates(x_RN, ERROR, 2)
+    pairs_R, decision_R = simulated.certificates(x_RN, ERROR, 2)
     assert [ends((x - 0.3).tolist(), 0.3) for x in x_RN] == list(zip(pairs_R, decision_R, strict=True))
 
 
@@ -148,26 +144,26 @@ REPEATS = 20_000
 
 def share_wrong(draw, mean=0.0, pairs=MAX_PAIRS, repeats=REPEATS):
     x_RN = draw(np.random.default_rng(13), (repeats, pairs)) + mean
-    return certificate.simulated(x_RN, ERROR, 2)
+    return simulated.simulated(x_RN, ERROR, 2)
 
 
 def test_error_rates_hold_at_the_edge_however_long_one_looks():
     slack = 3 * math.sqrt(ERROR * (1 - ERROR) / REPEATS)
-    for draw in (certificate.normal, certificate.uniform, certificate.heavy_tailed, certificate.skewed_up):
+    for draw in (simulated.normal, simulated.uniform, simulated.heavy_tailed, simulated.skewed_up):
         assert share_wrong(draw).non_inferior < ERROR + slack
-    long = share_wrong(certificate.normal, pairs=1000, repeats=2000)
+    long = share_wrong(simulated.normal, pairs=1000, repeats=2000)
     assert 0.02 < long.non_inferior < ERROR + 0.015  # and it is not far below, or the test would be wasteful
-    assert share_wrong(certificate.normal, mean=-0.2).non_inferior < 0.01
-    assert share_wrong(certificate.normal, mean=0.2).inferior < 0.01
+    assert share_wrong(simulated.normal, mean=-0.2).non_inferior < 0.01
+    assert share_wrong(simulated.normal, mean=0.2).inferior < 0.01
 
 
 def test_skewed_down_is_what_the_proof_does_not_cover():
-    """benchmarks/RESULTS.md says so; if this ever fails, the page must change."""
-    assert share_wrong(certificate.skewed_down).non_inferior > 0.1
+    """docs/commands/certify.md says so; if this ever fails, the page must change."""
+    assert share_wrong(simulated.skewed_down).non_inferior > 0.1
 
 
 def test_it_decides_soon_where_the_margin_is_wide():
-    found = share_wrong(certificate.normal, mean=1.0)
+    found = share_wrong(simulated.normal, mean=1.0)
     assert found.non_inferior > 0.98
     assert found.mean_pairs < 12
     assert found.inferior < 0.001
@@ -176,8 +172,8 @@ def test_it_decides_soon_where_the_margin_is_wide():
 def test_a_t_test_that_is_read_after_each_pair_errs_far_more_often():
     """The fault that this test is there for."""
     rng = np.random.default_rng(17)
-    t_RN = certificate.t_statistics(rng.standard_normal((REPEATS, MAX_PAIRS)))
-    bounds_N = np.quantile(certificate.t_statistics(rng.standard_normal((REPEATS, MAX_PAIRS))), 1 - ERROR, axis=0)
+    t_RN = simulated.t_statistics(rng.standard_normal((REPEATS, MAX_PAIRS)))
+    bounds_N = np.quantile(simulated.t_statistics(rng.standard_normal((REPEATS, MAX_PAIRS))), 1 - ERROR, axis=0)
     assert (t_RN[:, -1] >= bounds_N[-1]).mean() < ERROR + 0.006  # read once, at the end
     assert (t_RN >= bounds_N).any(axis=1).mean() > 4 * ERROR
 

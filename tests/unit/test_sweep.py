@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from printed import in_here, markdown, require
 from tiny import byte_tokenizer, json_rows, new_policy
 
 from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
@@ -154,7 +153,7 @@ def test_shares_are_all_runs_once(make_sweep):
 
 
 @pytest.mark.rare
-def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys, monkeypatch):
+def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys):
     config = make_sweep()
     first = run_sweep(config)
     folder = tmp_path / "sweep"
@@ -162,11 +161,6 @@ def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys, 
     assert [row["name"] for row in rows] == [f"staleness={s},seed={n}" for s in (0, 2) for n in (0, 1)]
     shown = (folder / "table.md").read_text()
     assert shown in capsys.readouterr().out
-    (paired,) = markdown(in_here(monkeypatch, capsys, "power.py", str(folder), '{"train.staleness": 0}'))[0]
-    assert paired.pop("setting") == "staleness 2"
-    assert paired.pop("seeds") == "2"
-    for cell in paired.values():
-        require(cell)
     assert "minus staleness 0" in shown
     # Common random numbers: the first batch of each seed is the same, whatever the staleness.
     samples = [

@@ -24,8 +24,7 @@ import numpy as np
 from scipy.special import betaln, stdtr
 
 EFFECT = 1.0
-"""Standard deviation of the normal whose half is the prior on the effect size. benchmarks/certificate.py compares
-others."""
+"""Standard deviation of the normal whose half is the prior on the effect size."""
 _ROUNDING = 8 * 2.0**-52
 """Relative to the largest number, what may be rounding alone."""
 
