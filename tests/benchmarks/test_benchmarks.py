@@ -10,7 +10,7 @@ import pytest
 from printed import BENCHMARKS, columns, in_here, markdown, require
 
 TESTS = Path(__file__).parents[1]
-PARTS = {"fake_rank", "machine", "runs", "smallest", "waiting", "waits"}
+PARTS = {"fake_rank", "machine", "smallest", "waiting", "waits", "workload"}
 """What benchmarks import: no benchmarks themselves."""
 ELSEWHERE = {
     **dict.fromkeys(
