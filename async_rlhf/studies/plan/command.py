@@ -220,6 +220,10 @@ def page(choices: Sequence[Choice], proposal: Proposal, source: Source, config: 
     split, times, run, simulated = proposal.choice.split, source.times, source.run, 0.0
     needs: dict[str, float] = {}
     recompute: bool | str = False
+    utilization = ""
+    if isinstance(times, Roofline) and times.stages(split):
+        share = times.room_of(split) / (times.hardware.memory_gb * 1e9)
+        utilization = f"{share:.2f}" if share < times.hardware.memory_share else ""
     if isinstance(times, Roofline) and times.model.activations_gb is None:
         recompute = times.recompute(split.learners)
         needs = times.phases(split.learners, recompute)
@@ -228,6 +232,7 @@ def page(choices: Sequence[Choice], proposal: Proposal, source: Source, config: 
         simulated = again.outcomes[run.staleness].step_seconds
     values = {"table": table(choices, proposal, config), "proposal": proposal, "source": source, "config": config}
     values |= {"needs": needs, "recompute": str(recompute) if recompute else "", "simulated": simulated}
+    values["utilization"] = utilization
     return filled_page("plan", values, short=short, words=_split, gigabytes=lambda size: f"{size / 1e9:.0f}")
 
 

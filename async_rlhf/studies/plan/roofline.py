@@ -24,6 +24,8 @@ _WEIGHT_BYTES, _GATHERED_BYTES = 4.0, 2.0  # the learner's are float32, and cast
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _HEAD = 128
 """Numbers of a head, in Llama, Mistral and Qwen3."""
+_CONTEXT = 3e9
+"""Bytes of a GPU that neither weights nor keys and values can have, with what staged weights leave free."""
 _MOST_PARALLEL = 8
 """Devices of a host that are near enough to each other for tensor parallelism."""
 
@@ -155,14 +157,14 @@ class Roofline:
             raise DoesNotFitError(f"{split.learners} learners are no groups of {shared} (model.context_parallel)")
         # In turn, an engine gets the memory that the learner leaves; activations are freed by then.
         held, peak = self.learner_bytes(split.learners)
-        room, devices = self._room() - (held if split.in_turn else 0.0), split.tensor_parallel
+        room, devices = self.room_of(split) - (held if split.in_turn else 0.0), split.tensor_parallel
         generate = self.generate_seconds(split.generators, room, devices)
         if peak > self._room():
             raise DoesNotFitError(
                 f"a learner of {split.learners} needs {peak / 1e9:.0f} GB on each device, which has "
                 f"{self._room() / 1e9:.0f}"
             )
-        moved = self._weights() / (self.hardware.weights_gbs * 1e9)
+        moved = self._loading(self.stages(split))
         learn, rewards = self.learn_seconds(split.learners), self.frozen_seconds()
         requests, evaluate = self._requests(split, generate, moved, room)
         if split.in_turn:
@@ -186,6 +188,31 @@ class Roofline:
         sizes = parts(batch.prompts, batch.prompts_per_request)
         load = moved * min(1.0, generators / len(sizes))
         return tuple(load + self.sample_seconds(size, room, devices) for size in sizes), evaluate
+
+    def _loading(self, staged: bool) -> float:
+        """Seconds in which a generator loads a version: over the bus, or from its own memory, where that is read or
+        written five times.
+        """
+        return self._weights() / (self.hardware.weights_gbs * 1e9 if not staged else self.hardware.memory_gbs * 2e8)
+
+    def stages(self, split: Split) -> bool:
+        """Whether it is faster if the next version waits in the generator's memory, which then has less for keys and
+        values.
+        """
+        if split.in_turn or split.tensor_parallel > 1:
+            return False
+        try:
+            there = self.generate_seconds(split.generators, self._room_beside_next())
+        except DoesNotFitError:
+            return False
+        return there + self._loading(True) < self.generate_seconds(split.generators) + self._loading(False)
+
+    def room_of(self, split: Split) -> float:
+        """Bytes of a generator's device for weights, keys and values."""
+        return self._room_beside_next() if self.stages(split) else self._room()
+
+    def _room_beside_next(self) -> float:
+        return min(self._room(), self.hardware.memory_gb * 1e9 - self._weights() - _CONTEXT)
 
     def degrees(self) -> tuple[int, ...]:
         """Numbers of devices of a generator to try."""
