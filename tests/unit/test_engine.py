@@ -162,16 +162,6 @@ def test_draw_tokens_inverts_the_distribution_function(temperature):
     assert len(set(tokens_B.tolist())) > 10
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.8])
-def test_tokens_come_as_often_as_the_softmax_says(temperature):
-    n, logits = 20_000, [1.0, -1.0, 0.3, 2.0, -math.inf, 0.0, -2.5, 1.5]
-    uniforms_B = torch.from_numpy(row_uniforms(1, drawn(*range(n // 10)), 2, 5).ravel())
-    tokens_B, _ = draw_tokens(torch.tensor(logits).expand(n, -1), uniforms_B, temperature)
-    counts = torch.bincount(tokens_B, minlength=8).tolist()
-    for count, p in zip(counts, slow_softmax(logits, temperature), strict=True):
-        assert abs(count - n * p) <= 4 * math.sqrt(n * p * (1 - p))
-
-
 def test_tokens_without_probability_are_never_drawn():
     none = -math.inf
     rows = [
@@ -383,19 +373,6 @@ def test_seed_temperature_and_draw_decide_the_samples(make_policy):
     assert all(a != b for a, b in zip(tokens_of(ours), tokens_of(theirs), strict=True))
 
 
-def test_loaded_weights_are_the_ones_sampled_from(make_policy):
-    prompts = ragged_prompts()
-    engine = PlainEngine(make_policy(0).eval(), params(), version=1)
-    before = engine.generate(prompts)
-    assert {v for group in before for rollout in group for v in rollout.versions} == {engine.version} == {1}
-    engine.load({name: tensor.clone() for name, tensor in make_policy(9).state_dict().items()}, 8)
-    fresh = PlainEngine(make_policy(9).eval(), params(), version=8)
-    after = engine.generate(prompts)
-    assert_same_completions(after, fresh.generate(prompts), 1e-6)
-    assert {v for group in after for rollout in group for v in rollout.versions} == {engine.version} == {8}
-    assert tokens_of(after) != tokens_of(before)
-
-
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
 def test_prompts_that_pass_the_model_apart_are_sampled_as_together(make_policy, monkeypatch, kind):
     model, prompts = make_model(kind, make_policy), ragged_prompts(9)
@@ -576,19 +553,6 @@ def test_bfloat16_weights_still_give_log_probabilities_in_float32(make_policy):
         for t in range(start, len(tokens)):
             expected = (logits_BTV[i, t - 1].double() / 0.7).log_softmax(0)[tokens[t]].item()
             assert logprobs_BT[i, t].item() == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_and_training_agree_on_log_probabilities(make_policy, kind):
-    model, prompts = make_model(kind, make_policy, seed=3), ragged_prompts(6, seed=3)
-    completions = PlainEngine(model, params(temperature=0.9)).generate(prompts)
-    pairs = [(p, r) for p, group in zip(prompts, completions, strict=True) for r in group]
-    tokens_BT, mask_BT = right_padded([([*p.tokens, *r.tokens], len(p.tokens)) for p, r in pairs], PAD, extra=0)
-    with torch.no_grad():
-        logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 0.9).logprobs_BT
-    for i, (prompt, rollout) in enumerate(pairs):
-        start, end = len(prompt.tokens), len(prompt.tokens) + len(rollout.tokens)
-        assert logprobs_BT[i, start:end].tolist() == pytest.approx(rollout.logprobs, abs=1e-4)
 
 
 def test_completions_also_end_at_tokens_given_by_their_texts_or_ids(make_policy, tokenizer):

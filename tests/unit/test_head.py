@@ -323,16 +323,3 @@ def test_memory_grows_neither_with_the_tokens_nor_with_tokens_times_vocabulary(t
         bound = max(CHUNK, weights, states)
         assert bound < 8 * length * vocabulary / 4
         assert max(largest_of_a_step(tmp_path, vocabulary, length, lora)) <= bound
-
-
-@pytest.mark.parametrize("fault", ["whole logits", "the head is not replaced", "too large a chunk"])
-def test_a_tensor_of_tokens_times_vocabulary_is_found(tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * CHUNK)
-    monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
-    if fault == "whole logits":
-        monkeypatch.setattr(head_module, "_parts", lambda rows, *_: [slice(0, rows)])
-    elif fault == "the head is not replaced":
-        monkeypatch.setattr(head_module, "_is_after", lambda *_: False)
-    else:
-        monkeypatch.setattr(head_module, "LEAST_ROWS", 1000)
-    assert min(largest_of_a_step(tmp_path, 1000, 100)) >= 800 * 1000

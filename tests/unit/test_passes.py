@@ -79,11 +79,6 @@ def test_a_round_costs_all_ranks_about_the_same(packed, tokens, ranks):
         assert max(round_costs) < 1.25 * min(round_costs)
 
 
-def test_a_unit_over_the_limit_gets_a_pass_of_its_own():
-    parts = Passes(None, 10, True).split(torch.tensor([3, 3, 40, 2, 1, 2]), rows_per_unit=2)
-    assert [part.tolist() for part in parts] == [[1], [0, 2]]
-
-
 @pytest.mark.parametrize(
     ("passes", "lengths", "expected"),
     [
