@@ -125,10 +125,6 @@ def test_the_cache_does_not_grow_with_what_has_been_decoded(make_policy, monkeyp
     streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
     longest = 13 + sampling.response_length
     assert max(columns) < longest + transformers_engine._SPARE
-    monkeypatch.setattr(transformers_engine, "_SPARE", 10**9)
-    columns.clear()
-    streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
-    assert max(columns) > 5 * longest, "so it would, if nothing were dropped"
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])

@@ -33,16 +33,6 @@ def fortunes(values, partitions=(2, 4, 8, 16, 32)) -> list[float]:
     return owned
 
 
-def test_the_bet_on_ranks_is_that_of_the_definition():
-    """The mean over bettors is the evidence; a fifth of the money is that of bettors on classes, who have not bet."""
-    rng, found = random.Random(0), SamplingTest()
-    ranks = [[rng.betavariate(2, 1) for _ in range(300)] for _ in range(2)]
-    evidence = max(found.add([part[i : i + 100] for part in ranks], []) for i in (0, 100, 200))
-    owned = [fortune for values in ranks for fortune in fortunes(values)]
-    assert evidence == pytest.approx(math.log10(0.8 * sum(owned) / len(owned) + 0.2), rel=1e-9)
-    assert evidence > LIMIT
-
-
 def test_the_bets_on_classes_are_those_of_the_definition():
     """By position (0, 1, 2 and 3, from 4 on, ...), by place of the prompt, and on distances from the ranks before."""
     rng, found = random.Random(4), SamplingTest()
