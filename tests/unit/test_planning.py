@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -38,7 +37,7 @@ from async_rlhf.studies.plan.measured import read_run
 from async_rlhf.studies.plan.one_queue import lengths, one_queue
 from async_rlhf.studies.plan.roofline import Roofline, _workload, batch_of, shape_of
 from async_rlhf.studies.plan.search import Choice, propose, search, try_split
-from async_rlhf.studies.plan.simulate import LEARNER, Outcome, Work, simulate
+from async_rlhf.studies.plan.simulate import Outcome, Work, simulate
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
 from async_rlhf.studies.plan.times import times_of as given_times
 from async_rlhf.system.trace import Trace
@@ -152,18 +151,6 @@ def works(draw):
 def test_the_simulation_is_the_real_schedule(work, staleness):
     simulated = [ended for _, _, ended in spans(simulate(work, staleness), "other")]
     assert simulated == pytest.approx(ends_by_the_real_schedule(work, staleness), rel=1e-9)
-
-
-@settings(max_examples=30, deadline=None)
-@given(works(), st.integers(0, 3), st.floats(1, 2))
-def test_nobody_does_two_things_at_once_and_all_is_done(work, staleness, slowdown):
-    outcome = simulate(work, staleness, slowdown)
-    generators = len(work.generate[0])
-    for track in (LEARNER, *range(generators)):
-        own = [span for span in outcome.spans if span.track == track]
-        assert all(a.ended <= b.started + 1e-9 for a, b in itertools.pairwise(own))
-    assert len(spans(outcome, "generate")) == len(work.learn) * generators
-    assert len(spans(outcome, "publish")) == len(work.learn) - staleness  # none that no batch would read
 
 
 def test_synchronous_takes_the_sum_and_one_side_idles_while_the_other_works():
