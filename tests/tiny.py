@@ -47,6 +47,14 @@ def json_rows(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
 
 
+def alive(pid: int) -> bool:
+    """Whether the process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def byte_tokenizer() -> hf.PreTrainedTokenizerFast:
     """Every byte is a token; <eos> is 256 and <pad> 257."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

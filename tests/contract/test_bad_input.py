@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +27,6 @@ from async_rlhf.config.parsing import parse
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.models.loading import check_reward_model, load_policy, load_reward_model, load_tokenizer
 from async_rlhf.models.saving import write_model
-from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.folder import hold_folder
 from async_rlhf.system.names import check_names
@@ -74,17 +71,6 @@ def parse_error(*words: object) -> str:
     with pytest.raises(ConfigError) as caught:
         parse(RunConfig, "train", [str(word) for word in words])
     return str(caught.value)
-
-
-def test_file_then_environment_then_command_line(files, monkeypatch):
-    def seed(*words: str) -> int:
-        return parse(RunConfig, "train", ["--config", str(files["config.yml"]), *words])[0].train.seed
-
-    files["config.yml"].write_text(files["config.yml"].read_text() + "  seed: 1\n")
-    assert seed() == 1
-    monkeypatch.setenv("ASYNC_RLHF_TRAIN__SEED", "2")
-    assert seed() == 2
-    assert seed("--train.seed", "3") == 3
 
 
 VLLM = ["--train.generation.engine", "vllm"]
@@ -207,16 +193,6 @@ def test_lists_are_given_plainly_or_as_yaml(files):
     assert functions("--reward_funcs", "[a:b, c:d]") == ["a:b", "c:d"]
 
 
-@each(
-    [("no_such_package", "source 'no_such_package' is not installed"), ("./tests/golden", "source: got .* functions")]
-)
-def test_a_source_without_functions_is_named(source, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    with pytest.raises(ConfigError, match=expected):
-        run_data(DocstringsConfig(out=str(tmp_path / "data"), source=[source]))
-    assert not (tmp_path / "data").exists()
-
-
 def test_data_that_was_moved_is_still_done(tmp_path, caplog):
     source = ["logging", "asyncio", "email"]
     made = run_data(DocstringsConfig(out=str(tmp_path / "data"), source=source))
@@ -226,11 +202,6 @@ def test_data_that_was_moved_is_still_done(tmp_path, caplog):
     assert "data: done already" in caplog.text
     with pytest.raises(ConfigError, match="seed: was 0, is 1"):
         run_data(DocstringsConfig(out=str(tmp_path / "moved"), source=source, seed=1))
-
-
-def test_an_unknown_key_in_the_file_is_named(files):
-    files["config.yml"].write_text(files["config.yml"].read_text().replace("staleness", "stalenes"))
-    assert "stalenes" in parse_error("--config", files["config.yml"])
 
 
 @pytest.mark.parametrize(("change", "expected"),[
@@ -422,24 +393,6 @@ def test_a_saved_reward_model_of_another_tokenizer_is_refused(
         )
 
 
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (lambda prompts, completions, **columns: [float("nan")] * len(completions), "returned nan; must be a finite"),
-        (lambda prompts, completions, **columns: [1.0], "returned 1 rewards for 16 completions"),
-        (lambda prompts, completions, **columns: ["good"] * len(completions), "returned 'good'; must be a finite"),
-        (lambda prompts, completions, **columns: 1 / 0, "raised ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_bad_reward_stops_the_run_and_names_the_function(
-    make_policy, tokenizer, prompts, make_args, reward, expected
-):
-    reward.__name__ = "my_reward"
-    trainer = OnlineDPOTrainer(make_policy(), make_args(), prompts, reward_funcs=reward, processing_class=tokenizer)
-    with pytest.raises(RewardError, match=f"reward function my_reward {expected}"):
-        trainer.train()
-
-
 def test_a_model_too_short_for_prompt_and_response_is_refused(make_policy, tokenizer, prompts, make_args):
     with pytest.raises(ConfigError, match=r"max_prompt_length: prompts of 90 tokens .* must be at most 84"):
         OnlineDPOTrainer(
@@ -572,24 +525,6 @@ def test_help_and_dry_run(files):
     assert "# lag in optimiser steps: 0 at the first step, at most 1" in dry.stdout
     assert not files["out"].exists()
     assert run_command("trian").returncode == 2
-
-
-@pytest.mark.rare
-def test_a_full_disk_ends_the_run_with_what_was_written_intact(files):
-    """The limit on the size of a file stands for the disk: writing fails with an OSError just so."""
-
-    def small_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    done = run_command("train", "--config", files["config.yml"], "--train.staleness", "0", preexec_fn=small_files)
-    assert done.returncode == 1
-    assert "File too large" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (files["out"] / "final").exists()
-    assert not list(files["out"].glob(".*"))  # no half-written folder either
-    lines = (files["out"] / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["batch"] for line in lines] == list(range(1, 9))
 
 
 def test_an_unwritable_output_dir_is_named(tmp_path):

@@ -282,18 +282,6 @@ def test_with_the_same_score_it_is_the_run_bit_for_bit(train, tmp_path):
     assert "All completions are the same." in (run / "explain" / "explain-2.txt").read_text()
 
 
-def test_a_label_is_swapped_by_swapping_scores(train):
-    run = train(save_steps=1)
-    plain = run_explain(ExplainConfig(str(run), batch=4, top=1))
-    first, second = plain["completions"][0]["rows"]
-    swapped = {str(first["number"]): second["score"], str(second["number"]): first["score"]}
-    told = run_explain(ExplainConfig(str(run), batch=4, top=1, what_if=swapped, overwrite=True))
-    one, *_ = told["what_if"]["batches"]
-    assert one["score"]["was"] == pytest.approx(one["score"]["is"], rel=1e-6)
-    assert one["update"]["change"] > plain["completions"][0]["without"]["change"]
-    assert {**told, "what_if": None} == plain
-
-
 def test_what_cannot_be_asked_says_so_before_a_model_is_loaded(train, monkeypatch):
     run = train()
     monkeypatch.setattr(repetition, "make_trainer", None)

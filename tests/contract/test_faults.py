@@ -26,7 +26,7 @@ import pytest
 import torch
 from faulty_worker import run_faulty_worker, run_hanging_worker, run_hungry_worker, run_stillborn_worker
 from forked import be_script, start_forked
-from tiny import count_letters, json_rows, rare
+from tiny import alive, count_letters, json_rows, rare
 from transformers import TrainerCallback
 
 from async_rlhf import GenerationConfig, OnlineDPOConfig, OnlineDPOTrainer
@@ -377,9 +377,9 @@ def test_a_busy_generator_does_not_outlive_its_run_although_the_fork_server_is_d
         while worker.process.is_alive():
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert _alive(pid)
+        assert alive(pid)
     deadline = time.monotonic() + 30
-    while _alive(pid):
+    while alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -518,9 +518,9 @@ def test_no_process_outlives_the_learner(tmp_path, sent, code):
             learner.send_signal(sent)
         assert learner.wait(timeout=20) in code, (tmp_path / "log").read_text()
         deadline = time.monotonic() + 60
-        while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+        while any(alive(pid) for pid in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert [pid for pid in processes if _alive(pid)] == []
+        assert [pid for pid in processes if alive(pid)] == []
         assert set(os.listdir("/dev/shm")) <= shared_memory
         complete = (out / "metrics.jsonl").read_text().splitlines()[:-1]
         assert [json.loads(line)["batch"] for line in complete] == list(range(1, len(complete) + 1))
@@ -674,9 +674,9 @@ def test_a_closed_terminal_is_as_sigterm(command, tmp_path):
     (checkpoint,) = Checkpoints(tmp_path / "out").all()
     verify(checkpoint)
     deadline = time.monotonic() + 30
-    while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [pid for pid in processes if _alive(pid)] == []
+    assert [pid for pid in processes if alive(pid)] == []
 
 
 def _own(terminal: int) -> None:
@@ -730,13 +730,6 @@ def test_ctrl_c_twice_ends_at_once(started):
     for pid in processes:
         os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 60
-    while any(_alive(pid) for pid in processes) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [pid for pid in processes if _alive(pid)] == []
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert [pid for pid in processes if alive(pid)] == []

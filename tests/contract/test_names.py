@@ -53,14 +53,6 @@ def test_our_names_exist(name):
     assert exists(name)
 
 
-def test_names_that_do_not_exist_would_be_found():
-    assert len(OURS) > 60
-    wrong = ("MyRLOOTrainer", "OnlineTrainer.predict", "async-rlhf trian", "train.learning_rat", "eval_sampels.jsonl")
-    assert not any(map(exists, wrong))
-    with pytest.raises(ModuleNotFoundError):
-        exists("async_rlhf.data.strem:PromptStream")
-
-
 @pytest.mark.rare
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs_as_it_is_printed(number, tmp_path, make_policy, tokenizer):

@@ -15,15 +15,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from traceback import StackSummary
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_resume import RUNS, StopAfter, assert_same, logs_of, run
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy, rare
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback
 
 from async_rlhf import LoRAConfig, ParallelConfig
@@ -155,17 +152,6 @@ def test_a_checkpoint_is_of_the_batch_at_which_it_was_asked_for(
     resumed = run(make_policy, tokenizer, prompts, make_args("again", resume_from=str(late)))
     assert resumed[1] == whole[1][2:]
     assert_same((resumed[0], [], []), (whole[0], [], []))
-
-
-def test_without_copies_it_would_be_of_a_later_one(make_policy, tokenizer, prompts, make_args, monkeypatch):
-    """The planted fault of the test before."""
-    monkeypatch.setattr(
-        async_checkpoint, "make_stager", lambda device: SimpleNamespace(stage=lambda state: state, close=lambda: None)
-    )
-    run(make_policy, tokenizer, prompts, make_args("whole", save_steps=2))
-    saved_late(make_policy, tokenizer, prompts, make_args, monkeypatch)
-    late, asked = (Path(make_args(name).output_dir) / "checkpoint-2" for name in ("late", "whole"))
-    assert (late / "model.safetensors").read_bytes() != (asked / "model.safetensors").read_bytes()
 
 
 def saved_late(make_policy, tokenizer, prompts, make_args, monkeypatch) -> None:
@@ -342,18 +328,6 @@ def test_what_all_ranks_hold_is_shared_out(make_policy, tokenizer, prompts, make
         assert {name for name in whole if name.startswith("weight.")} <= parts[0].keys()
         sizes = [sum(tensor.nbytes for tensor in part.values()) for part in parts]
         assert max(sizes) - min(sizes) <= largest
-
-
-def test_of_several_ranks_errors_the_first_ones_is_raised():
-    def first(**kinds: type[Exception]) -> Exception:
-        failures = {int(rank[1:]): (kind(f"of {rank}"), StackSummary()) for rank, kind in kinds.items()}
-        return shards._first(CheckpointException("", failures))
-
-    error = first(r2=ValueError, r1=OSError)
-    assert (type(error), str(error)) == (OSError, "of r1")
-    error = first(r3=OSError, r2=ValueError)
-    told = "rank 2 failed while a checkpoint was written or read: ValueError: of r2"
-    assert (type(error), str(error)) == (RuntimeError, told)
 
 
 def test_a_damaged_shard_is_found(checkpoint, make_policy, tokenizer, prompts, make_args):

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from environments import Echo, forget
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config
+from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config, widened
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
 from async_rlhf.config import KLConfig, LoRAConfig, ParallelConfig
@@ -35,15 +35,6 @@ READS_SHARES = inputs._reads_shares
 MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
-
-
-def widened(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights wide enough that samples differ."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model
 
 
 def new_policy(**changes: int) -> GPTNeoXForCausalLM:

@@ -6,7 +6,6 @@ import inspect
 import json
 import logging
 import os
-import random
 import re
 import signal
 import subprocess
@@ -426,30 +425,6 @@ def moody(prompts, completions, fault, **columns):
             Path(word).touch()
             os.kill(os.getpid(), signal.SIGKILL)
     return [float("nan") if word == "nan" else float(len(text)) for text, word in zip(completions, fault, strict=True)]
-
-
-def drawing(completions, **columns):
-    return [random.random() + float(torch.rand(())) for _ in completions]
-
-
-@pytest.mark.rare
-def test_what_actors_draw_is_said_by_the_seed_and_not_by_what_they_did_before(cluster, tokenizer, make_args):
-    from async_rlhf.distributed.ray import connect
-    from async_rlhf.rewards.ray import RayScorer
-
-    ray_config = RayConfig(address=cluster.address, reward_workers=2, reward_labels=ACTORS)
-    args = make_args(staleness=1, launch="ray", ray=ray_config)
-    connect(args)
-    batches = [batch_of(tokenizer, [""] * count) for count in (8, 5)]
-    found = []
-    for seed, order in ((0, (0, 1)), (0, (1, 0)), (1, (0, 1))):
-        scorer = RayScorer(tokenizer, replace(args, seed=seed), None, [drawing])
-        with scorer.started():
-            scores = {number: scorer(batches[number]).scores_PK for number in order}
-        found.append(torch.cat([scores[0], scores[1]]))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
-    assert len(set(found[0].flatten().tolist())) == found[0].numel()  # no two completions, parts or batches share one
 
 
 def test_a_folder_with_another_package_of_our_name_is_refused(tmp_path, monkeypatch, make_args):

@@ -17,12 +17,10 @@ import pytest
 import torch
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
-from async_rlhf.data.rendering import Renderer
 from async_rlhf.generation.episodes.endpoint import RefusedError
 from async_rlhf.generation.episodes.playing import EpisodeError
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.sampling import draw_tokens, sample_uniforms
-from async_rlhf.run.episodes import conversation
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.update import clones
@@ -95,14 +93,6 @@ def _run(sample):
     start = int(sample.sampled.argmax())
     rest = np.flatnonzero(~sample.sampled[start:])
     return sample.tokens[start : start + (rest[0] if len(rest) else len(sample))]
-
-
-def test_the_end_of_an_answer_is_said_once(chats):
-    """By the token that the policy drew, if that is the template's; else by the template's, too."""
-    renderer = Renderer(chats)
-    for stop, ended in ((256, ""), (65, "<eos>")):
-        found = renderer.observation([{"role": "user", "content": "again"}], stop, chat=True)
-        assert chats.decode(found) == f"{ended}<u>again<a>"
 
 
 def over_http(client, row):
@@ -273,12 +263,6 @@ def test_the_learner_computes_each_conversation_by_itself(tmp_path, chats, share
     assert metrics["val/ratio_var"] < 1e-9
     (first,) = together.values_BT[together.sampled_BT > 0].mean().reshape(1).tolist()
     assert metrics["val/value_avg"] == pytest.approx(first, abs=1e-5)
-
-
-def test_conversations_are_shown_with_their_rewards():
-    messages = [{"role": role, "content": role} for role in ("assistant", "user", "assistant", "user", "assistant")]
-    text = conversation(messages, [0.0, 1.5])
-    assert text == "assistant: assistant\nuser: user\nassistant: assistant [0]\nuser: user\nassistant: assistant [1.5]"
 
 
 def test_turns_are_limited_and_a_refused_agent_may_end_as_it_likes(tmp_path, chats):

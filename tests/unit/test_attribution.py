@@ -149,25 +149,6 @@ def test_contributions_add_up_to_what_the_learners_own_gradients_say(
         assert len(update.policy) < len(names) / 2
 
 
-@pytest.mark.parametrize("algorithm", ["online_dpo", "ppo"])
-def test_an_update_repeats_bit_for_bit_with_what_earlier_ones_left(
-    make_policy, tokenizer, prompts, make_args, algorithm
-):
-    args = make_args(algorithm=algorithm, num_epochs=2)
-    trainer = make_trainer(make_policy, tokenizer, prompts, args)
-    learner, scored = trainer.learner, sampled(trainer)
-    learner.update(learner.annotate(scored)[0], 1)
-    update = RepeatableUpdate(learner, 2)
-    metrics = learner.update(learner.annotate(scored)[0], 2)
-    after, rates = clones(learner.parallel.trained), learner.scheduler.get_last_lr()
-    for _ in range(2):
-        update.take(update.annotate(scored))
-        assert all(map(torch.equal, learner.parallel.trained, after))
-    experience = update.annotate(scored)
-    assert learner.update(experience, 2) == metrics
-    assert learner.scheduler.get_last_lr() == rates
-
-
 def test_left_out_is_what_a_learner_does_that_never_saw_it(make_policy, tokenizer, prompts, make_args):
     """The second update of AdamW, written again: without the pair, and without any gradient."""
     args = make_args(num_mini_batches=1, per_device_train_batch_size=8, lr_scheduler_type="constant", adam_epsilon=1e-4)

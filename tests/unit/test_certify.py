@@ -106,12 +106,6 @@ def test_decisions(shift, pairs, decision):
     assert verdict_text(summary).startswith("S = 4 is " + decision if decision != "undecided" else "Undecided")
 
 
-def test_min_pairs_delays_the_decision():
-    soon, late = decided(arrivals(RECORDED)), decided(arrivals(RECORDED), QUESTION._replace(min_pairs=12))
-    assert len(soon) < len(late) == 12
-    assert late[-1][1].decision == "non-inferior"
-
-
 def test_the_summary_has_what_the_pairs_have():
     found = decided(arrivals(RECORDED), QUESTION._replace(min_pairs=12))
     summary = summary_of(found, QUESTION)

@@ -143,20 +143,6 @@ def test_a_source_that_is_nothing_says_what_would_be_right(tmp_path):
         load_rows(str(tmp_path / "empty"))
 
 
-def test_each_epoch_is_a_permutation_and_every_draw_is_repeatable(tokenizer):
-    stream = PromptStream(ROWS, tokenizer, seed=3)
-    epochs = [[stream.prompt(7 * e + i).row for i in range(7)] for e in range(4)]
-    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    again = PromptStream(ROWS, tokenizer, seed=3)
-    assert [again.prompt(n) for n in (20, 3, 11)] == [stream.prompt(n) for n in (20, 3, 11)]
-    assert [p.draw for p in stream.batch(3, 4)] == [8, 9, 10, 11]
-    assert [PromptStream(ROWS, tokenizer, seed=4).prompt(i).row for i in range(7)] != epochs[0]
-    assert [PromptStream(ROWS, tokenizer, shuffle=False).prompt(i).row for i in range(9)] == [*range(7), 0, 1]
-    assert stream.prompt(0).columns == ROWS[epochs[0][0]]
-    assert tokenizer.decode(stream.prompt(0).tokens) == ROWS[epochs[0][0]]["query"]
-
-
 def test_identity_and_order_are_those_of_earlier_versions():
     """A run resumes only with the fingerprint that its checkpoint has. These are values of November 2026."""
     tokenizer = byte_tokenizer()
@@ -173,10 +159,3 @@ def test_identity_and_order_are_those_of_earlier_versions():
     stream = PromptStream(rows, tokenizer, seed=5, max_length=20)
     assert stream.fingerprint() == "3cd165b02454602277f4938edb2d2842"
     assert [stream.prompt(i).row for i in range(12)] == [4, 6, 10, 8, 5, 3, 7, 0, 2, 1, 6, 3]
-
-
-def test_prompts_over_the_limit_are_left_out_of_every_epoch(tokenizer):
-    rows = [*ROWS, {"query": "x" * 50, "label": 9}]
-    stream = PromptStream(rows, tokenizer, max_length=20)
-    assert (len(stream), stream.dropped) == (7, 1)
-    assert 7 not in {stream.prompt(n).row for n in range(70)}

@@ -105,18 +105,6 @@ def test_exact_rows_of_a_package(package: Path, caplog: pytest.LogCaptureFixture
     assert "harvested 5 functions from 4 files (1 did not parse)" in caplog.text
 
 
-def test_real_functions_of_the_standard_library() -> None:
-    functions = harvest(["argparse", "json"])
-    summaries = {function.query: function.summary for function in functions}
-    assert len(summaries) == len(functions)
-    assert functions[0].name == "_get_help_string"  # of argparse, the first source
-    texts = [query + summary for query, summary in summaries.items()]
-    assert 'def _get_help_string(self, action):\n    """Add the default value to the option help message.' in texts
-    assert 'def encode(self, o):\n    """Return a JSON string representation of a Python data structure.' in texts
-    names = {function.name for function in functions}
-    assert not {"error", "raw_decode"} & names  # "error(message: string)", and a first paragraph of two lines
-
-
 def test_processes_give_the_rows_of_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [str(package), "encodings", "email", "asyncio"]  # two tasks: an order to get wrong
     one = harvest(sources)
@@ -184,15 +172,6 @@ def test_split_depends_on_seed_and_name_alone() -> None:
 
 
 HELDOUT_OF_SEED_1 = ["name_14", "name_22", "name_29", "name_34"]
-
-
-def test_split_of_real_functions_has_no_leakage() -> None:
-    parts = split(harvest(["email", "json", "asyncio"]), seed=0)
-    heldout = {(f.query, f.summary) for f in parts["heldout"]}
-    elsewhere = {(f.query, f.summary) for part in ("train", "preference") for f in parts[part]}
-    assert heldout
-    assert elsewhere
-    assert not {query for query, _ in heldout} & {query for query, _ in elsewhere}
 
 
 def test_written_files_have_their_fields(tmp_path: Path) -> None:

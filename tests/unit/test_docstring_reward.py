@@ -57,38 +57,6 @@ REAL = [
     ),
 ]
 
-# Better before worse, and by how much at least.
-PAIRS = [
-    (SIZE, "Get the size of the terminal window.", "Gets the size of the terminal window.", 0.08),
-    (SIZE, "Get the size of the terminal window.", "Getting the size of the terminal window.", 0.08),
-    (SIZE, "Get the size of the terminal window.", "The size of the terminal window.", 0.1),
-    (SIZE, "Get the size of the terminal window.", "get the size of the terminal window.", 0.05),
-    (SIZE, "Get the size of the terminal window.", "Get the size of the terminal window", 0.07),
-    (SIZE, "Get the size of the terminal window.", "Get the size of the terminal window...", 0.07),
-    (SIZE, "Get the size of the terminal window.", "Return the number of bytes in the file.", 0.2),
-    (SIZE, "Get the size of the terminal window.", "Get terminal size.", 0.3),
-    (SIZE, "Get the size of the terminal window.", "Window the terminal of size the get.", 0.3),
-    (SIZE, "Get the size of the terminal window.", "Get the size\nof the terminal window.", 0.4),
-    (SIZE, "Get the size of the terminal window.", "Get the size of the (terminal window.", 0.4),
-    (SIZE, "Get the size of the terminal window.", "Get the s\u00efze of the terminal window.", 0.1),
-    (SIZE, "Return the terminal size as a pair.", "Return the file size as a pair.", 0.1),
-    (PARSE_ARGS, "Parse command-line arguments into a namespace.", "Parse the arguments.", 0.12),
-    (PARSE_ARGS, "Parse the arguments.", "Parse args.", 0.2),
-    (PARSE_ARGS, "Parse the arguments.", "Parse the tensors.", 0.07),
-    (PARSE_ARGS, "Parse the arguments.", "Load the tensors.", 0.2),
-    (GET_VALUE, "Return the cached value of a key, or the default.", "Get the cached value.", 0.15),
-    (GET_VALUE, "Get the cached value for the key.", "Get value key name.", 0.3),
-    (GET_VALUE, "Get the cached value for the key.", "Get cached value key default.", 0.3),
-    (GET_VALUE, "Get the cached value for the key.", "Return the cached value key default int str.", 0.2),
-    (GET_VALUE, "Get the cached value for the key.", "Get the the the cached value.", 0.4),
-    (GET_VALUE, "Get the cached value for the key.", "Retion the contring prefen of the catted vol.", 0.5),
-    (GET_VALUE, "Get the cached value for the key.", "Get the cached value of the key of the value.", 0.4),
-    (GET_VALUE, "Get the cached value for the key.", "Get the " + "cached value for the key " * 3, 0.7),
-    ("def is_valid(self):" + QUOTES, "Return whether the name is valid.", "Return the name.", 0.3),
-    ("def toLowerCase(text):" + QUOTES, "Convert a text to lower case.", "Convert a text to a tensor.", 0.2),
-    ("def rm_dir(path):" + QUOTES, "Remove a directory.", "Remove a process.", 0.07),
-]
-
 
 @pytest.fixture(scope="module")
 def functions() -> list[Function]:
@@ -98,11 +66,6 @@ def functions() -> list[Function]:
 @each(REAL)
 def test_real_docstrings_score_as_documented(signature, summary, score):
     assert gold_reward(signature + QUOTES, summary) == pytest.approx(score, abs=0.002)
-
-
-@each(PAIRS)
-def test_better_line_wins_by_a_margin(query, better, worse, margin):
-    assert gold_reward(query, better) - gold_reward(query, worse) >= margin
 
 
 @each(itertools.product([GET_VALUE, PARSE_ARGS, SIZE], [summary for _, summary, _ in REAL]))
@@ -211,13 +174,6 @@ def test_degenerate_strings_earn_little(summary, most):
     assert gold_reward(GET_VALUE, summary) <= most
 
 
-def test_no_constant_line_wins_everywhere(functions: list[Function]) -> None:
-    templates = ["Return the value.", "Return the value of the given object.", "Return a new tensor with the data."]
-    human = sum(gold_reward(f.query, f.summary) for f in functions) / len(functions)
-    for template in templates:
-        assert sum(gold_reward(f.query, template) for f in functions) / len(functions) < human - 0.1
-
-
 def test_human_lines_beat_other_functions_lines_and_shuffled_ones(functions: list[Function]) -> None:
     rng = random.Random(0)
     others = rng.sample(functions, len(functions))
@@ -231,21 +187,6 @@ def test_human_lines_beat_other_functions_lines_and_shuffled_ones(functions: lis
     assert 0.62 < human < 0.72
     assert 0.33 < other < 0.43
     assert 0.25 < mixed < 0.35
-
-
-def test_two_lines_for_one_query_rarely_tie(functions: list[Function]) -> None:
-    rng = random.Random(0)
-    ties = 0
-    for _ in range(2000):
-        query = rng.choice(functions).query
-        one, two = rng.sample(functions, 2)
-        ties += one.summary != two.summary and gold_reward(query, one.summary) == gold_reward(query, two.summary)
-    assert ties <= 10
-
-
-def test_most_real_lines_are_imperative(functions: list[Function]) -> None:
-    share = sum(explain(f.query, f.summary)["imperative"] == 1 for f in functions) / len(functions)
-    assert 0.6 < share < 0.9
 
 
 def test_at_least_five_thousand_a_second(functions: list[Function]) -> None:

@@ -24,8 +24,6 @@ from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.system.random_state import capture, equal, seed_by
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
-EARLY = "early rewards"
-
 
 class Slow:
     """Takes a while, and notes who called it and when."""
@@ -92,45 +90,12 @@ def test_rewards_overlap_training_and_change_nothing(make_policy, tokenizer, pro
     assert all(line["time/reward_funcs"] >= 0.3 for line in fast)
 
 
-def test_a_function_with_a_state_sees_each_batch_in_its_turn(make_policy, tokenizer, prompts, make_args):
-    args, function = asynchronous(make_args, "run", save_steps=2), Stateful(0.0)
-    run(make_policy(), tokenizer, prompts, args, function)
-    assert spans(args.output_dir, "rewards") == []
-    state = json.loads((Path(args.output_dir) / "checkpoint-2" / "resume" / "state.json").read_text())
-    assert state["values"]["rewards"] == {"Stateful": {"calls": 2}}
-
-
-def test_an_error_stops_the_run_when_its_batch_has_its_turn(make_policy, tokenizer, prompts, make_args):
-    args, calls = asynchronous(make_args, "run"), []
-
-    def fails_third(completions, **_):
-        calls.append(threading.current_thread().name)
-        if len(calls) == 3:
-            raise ValueError("no more")
-        return [float(len(text)) for text in completions]
-
-    with pytest.raises(RewardError, match="fails_third"):
-        run(make_policy(), tokenizer, prompts, args, fails_third)
-    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
-    assert [line["batch"] for line in lines] == [1, 2]
-
-
 class Drawing(Slow):
     """Draws from the global generators."""
 
     def __call__(self, completions, **_):
         super().__call__(completions)
         return [random.random() + float(torch.rand(())) for _ in completions]
-
-
-def test_random_rewards_after_a_resume_are_those_of_the_whole_run(make_policy, tokenizer, prompts, make_args):
-    whole, function = asynchronous(make_args, "whole", save_steps=1), Drawing(0.0)
-    lines = run(make_policy(), tokenizer, prompts, whole, function)
-    assert len(function.calls) == 6
-    again = replace(whole, output_dir=f"{whole.output_dir}-again", resume_from=f"{whole.output_dir}/checkpoint-3")
-    random.seed(5)
-    found = run(make_policy(), tokenizer, prompts, again, Drawing(0.0))
-    assert [line["objective/scores"] for line in found][-3:] == [line["objective/scores"] for line in lines][3:]
 
 
 class AskAt(TrainerCallback):
@@ -416,20 +381,6 @@ def test_a_function_that_has_drawn_sees_each_batch_in_its_turn(tokenizer, make_a
             assert found.tolist() == expected[batch], "of the seed and the batch, in whatever order"
     assert len(function.calls) == 4
     assert equal(capture(), before)
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_rewards_of_parts_are_those_of_the_batch(tokenizer, make_args, parts):
-    config, function = asynchronous(make_args, "run"), ByPrompt(0.05)
-    scorer, groups = Scorer(tokenizer, config, None, [function]), answers(config)
-    size = len(groups) // parts
-    with scorer.started():
-        for first in range(0, len(groups), size):
-            scorer.begin(1, first, groups[first : first + size])
-        scored = scorer(Batch(1, 0, groups, 0.0))
-    assert function.sizes == [2 * size] * parts
-    assert scored.scores_PK.tolist() == [[1.0, 1.0]] * len(groups)
-    assert 0.05 * parts <= scored.metrics["time/reward_funcs"] < 30
 
 
 def test_states_of_functions_are_restored_by_name(tokenizer, make_args):

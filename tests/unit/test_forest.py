@@ -347,18 +347,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name, monkeypatch):
-    kind = "mistral" if "window" in name else "llama"
-    right = in_float64(monkeypatch, kind, False)
-    monkeypatch.setattr(packing, "_difference", lambda *_, **__: None)  # it would find most of them before training
-    if "gradient" in name:
-        monkeypatch.setattr(forest_module, "CALL", 0)  # each branch has a call of its own
-    with planted(FAULTS[name]):
-        mine = in_float64(monkeypatch, kind, True)
-    assert max(difference(mine, right)) > 1e-6
-
-
 @pytest.mark.parametrize("name", [name for name in FAULTS if "equal" not in name and "gradient" not in name])
 def test_the_check_before_training_finds_it(name):
     kind = "mistral" if "window" in name else "llama"

@@ -16,7 +16,6 @@ from async_rlhf.config import ConfigError
 from async_rlhf.data import tokenizer as tokenizers
 from async_rlhf.data.formats import RowReader
 from async_rlhf.data.loading import load_rows
-from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import Part, encode_parts, encode_texts
 from async_rlhf.system import names
 from async_rlhf.system.names import why_nowhere
@@ -138,15 +137,6 @@ def test_an_answer_may_spell_the_end_of_sequence(chatting):
     row = {"messages": said("a", "keep <eos> this")}
     for tokenizer in (chatting, silent):
         assert next(RowReader(tokenizer, "data").demonstrations([row])).response == "keep <eos> this"
-
-
-def test_the_stream_hands_out_what_the_policy_sees(chatting):
-    rows = [{"messages": said(f"{i}" * (1 + 30 * (i == 2)), "b"), "n": i} for i in range(4)]
-    stream = PromptStream(rows, chatting, prompt_field="messages", max_length=30, shuffle=False)
-    assert (len(stream), stream.dropped) == (3, 1)
-    prompt = stream.prompt(2)
-    assert prompt.columns == {"messages": "[user]3\n[assistant]", "n": 3}
-    assert chatting.decode(prompt.tokens) == "[user]3\n[assistant]"
 
 
 def test_a_folder_of_files_has_their_splits(tmp_path):

@@ -127,23 +127,6 @@ def test_interrupted_it_goes_on_where_it_stopped(config, tmp_path, sampled, monk
     assert not part.exists()
 
 
-def test_a_file_cut_anywhere_is_gone_on_with(config, tmp_path, monkeypatch, tokenizer):
-    """Prompts with line ends that JSON does not know as such, and a cut within a character."""
-    rows = [{"query": f"p{i}\u2028\u0085é"} for i in range(20)]
-    (tmp_path / "odd.jsonl").write_text(json_lines(rows), encoding="utf-8")
-    config = replace(config, data=str(tmp_path / "odd.jsonl"), checkpoints=["final"])
-    run_generate(replace(config, output_dir=str(tmp_path / "whole")))
-    whole = (tmp_path / "whole" / "final.jsonl").read_bytes()
-    interrupt(config, monkeypatch)
-    part = tmp_path / "generations" / ".final.jsonl.part"
-    part.write_bytes(part.read_bytes() + "{é".encode()[:-1])
-    run_generate(config)
-    assert (tmp_path / "generations" / "final.jsonl").read_bytes() == whole
-    assert [line.query for line in read_generations(tmp_path / "generations")[1]["final"][1]] == [
-        r["query"] for r in rows
-    ]
-
-
 def test_whole_lines(tmp_path):
     """Ends of lines are those of the file, and a tail that is cut within a character goes."""
     file = tmp_path / "lines"

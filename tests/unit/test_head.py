@@ -190,17 +190,6 @@ def test_the_head_is_as_it_was_also_after_an_error(monkeypatch):
     assert "forward" not in vars(model.lm_head)
 
 
-def test_chunks_reach_every_token_once_and_are_of_the_size_asked_for(monkeypatch):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4000)
-    monkeypatch.setattr(head_module, "LEAST_ROWS", 5)
-    for rows in (0, 1, 9, 10, 11, 99, 100, 101):
-        for vocabulary in (1, 100, 200, 201, 10_000):
-            parts = head_module._parts(rows, vocabulary, torch.device("cpu"))
-            assert [row for part in parts for row in range(part.start, part.stop)] == list(range(rows))
-            assert max(part.stop - part.start for part in parts) <= max(5, 1000 // vocabulary)
-            assert len(parts) == max(1, -(-rows // max(5, 1000 // vocabulary)))
-
-
 @pytest.mark.parametrize(("vocabulary", "chunks"), [(128_256, (32, 4)), (50_304, (32, 4)), (256, (1, 1))])
 def test_chunks_are_larger_on_a_gpu(vocabulary, chunks):
     parts = [head_module._parts(8192, vocabulary, torch.device(kind)) for kind in ("cpu", "cuda")]
@@ -323,16 +312,3 @@ def test_memory_grows_neither_with_the_tokens_nor_with_tokens_times_vocabulary(t
         bound = max(CHUNK, weights, states)
         assert bound < 8 * length * vocabulary / 4
         assert max(largest_of_a_step(tmp_path, vocabulary, length, lora)) <= bound
-
-
-@pytest.mark.parametrize("fault", ["whole logits", "the head is not replaced", "too large a chunk"])
-def test_a_tensor_of_tokens_times_vocabulary_is_found(tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * CHUNK)
-    monkeypatch.setattr(head_module, "LEAST_ROWS", 1)
-    if fault == "whole logits":
-        monkeypatch.setattr(head_module, "_parts", lambda rows, *_: [slice(0, rows)])
-    elif fault == "the head is not replaced":
-        monkeypatch.setattr(head_module, "_is_after", lambda *_: False)
-    else:
-        monkeypatch.setattr(head_module, "LEAST_ROWS", 1000)
-    assert min(largest_of_a_step(tmp_path, 1000, 100)) >= 800 * 1000

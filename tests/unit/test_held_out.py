@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import yaml
 from datasets import Dataset
 from tiny import json_rows, new_args
 
-from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.sft import run_sft
@@ -19,7 +17,6 @@ from async_rlhf.commands.train import run_train
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, RewardConfig, SFTConfig
 from async_rlhf.data.formats import first_words, identity, prompt_identity
 from async_rlhf.data.held_out import hold_out
-from async_rlhf.models.loading import load_tokenizer
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 
@@ -36,21 +33,6 @@ def said(question: str, answer: str) -> list[dict[str, str]]:
 
 
 # ---------------------------------------------------------------- what is held out
-
-
-def test_rows_of_one_prompt_are_on_one_side():
-    rows = [{"prompt": f"p{i % 50}", "completion": f"c{i}"} for i in range(200)]
-    training, held = hold_out(rows, 0.2, "train")
-    prompts = [{row["prompt"] for row in part} for part in (training, held)]
-    assert not prompts[0] & prompts[1]
-    assert len(training) + len(held) == 200
-    assert len(prompts[1]) == pytest.approx(10, abs=6)
-    assert hold_out(rows, 0.2, "train") == (training, held)
-    assert [row["completion"] for row in training] == [r["completion"] for r in rows if r["prompt"] in prompts[0]]
-    # Other rows beside them, another order and a larger share: what was held out still is.
-    more = [{"prompt": f"new {i}", "completion": ""} for i in range(30)]
-    assert prompts[1] <= {row["prompt"] for row in hold_out([*more, *rows[::-1]], 0.2, "train")[1]}
-    assert prompts[1] < {row["prompt"] for row in hold_out(rows, 0.5, "train")[1]}
 
 
 @pytest.mark.parametrize(("count", "fraction", "expected"), [(2, 0.001, 1), (3, 0.999, 2)])
@@ -201,17 +183,3 @@ def test_every_command_holds_out_the_same_prompts(tmp_path, make_policy, tokeniz
     found = run_evaluate(EvaluateConfig(output_dir=str(tmp_path / "judged"), reward_funcs=reward, **models))
     rest = [len(row["text"]) - len(" ".join(row["text"].split()[:3])) for row in held]
     assert found["reference_response"]["gold_mean"]["estimate"] == pytest.approx(sum(rest) / len(rest))
-
-
-def test_a_share_of_chats_from_the_command_line(tmp_path, monkeypatch, make_policy, tokenizer):
-    monkeypatch.chdir(tmp_path)
-    write_model(make_policy(), tokenizer, Path("base"))
-    write_rows(Path("chats.jsonl"), [{"messages": said(f"say {i}", "ab")} for i in range(30)])
-    words = ["--train=chats.jsonl", "--output_dir=sft", "--model=base", "--chat_template=chatml"]
-    with pytest.raises(SystemExit) as ended:
-        main(["sft", *words, "--eval_fraction=0.2"])
-    assert ended.value.code == 0
-    found = json.loads(Path("sft/sft.json").read_text())["results"]
-    held = len(hold_out([{"messages": said(f"say {i}", "ab")} for i in range(30)], 0.2, "x")[1])
-    assert found["rows"] == 30 - held
-    assert load_tokenizer("sft").chat_template is not None

@@ -105,20 +105,6 @@ def test_hostile_completions_get_what_they_deserve(make):
     assert wins[most] == max(wins)
 
 
-def test_failures_are_retried_then_named_and_nothing_is_lost(make, monkeypatch, tmp_path):
-    monkeypatch.setattr(chat, "_wait", lambda stop, seconds: None)
-    server = Server(by_o)
-    with serving(server) as url:
-        server.failures = [503, 429]
-        one = make(url, concurrency=1, max_retries=2)
-        assert one(["p"], ["oo"]) == [2 / 9]
-        server.failures = [500] * 3
-        with pytest.raises(JudgeError, match=r"gave no verdict \(status 500"):
-            one(["p"], ["ooo"])
-        assert one(["p", "p"], ["oo", "ooo"]) == [2 / 9, 3 / 9]
-    assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 2
-
-
 @pytest.mark.parametrize("how", ["score", "pairs"])
 def test_a_judge_travels_to_reward_workers(make, how, tmp_path):
     """Reward workers of Ray get a copy, and checking the options has read no memory."""
@@ -249,17 +235,6 @@ def test_their_disagreement_is_watched_without_a_second_pass(
     _, alone, plain = run("alone", ["mean"])
     assert all(torch.equal(tensor, alone[key]) for key, tensor in weights.items())
     assert [line["objective/scores"] for line in plain] == [line["objective/scores"] for line in lines]
-
-
-def test_they_train(make_policy, tokenizer, prompts, make_args, saved):
-    name = f"async_rlhf.rewards.reward_models:reward_models(models={saved!r}, how='minimum')"
-    args = make_args(staleness=1)
-    OnlineDPOTrainer(
-        make_policy(), args, prompts, reward_funcs=load_reward_functions([name]), processing_class=tokenizer
-    ).train()
-    lines = json_rows(Path(args.output_dir) / "metrics.jsonl")
-    assert all("reward/reward_models" in line for line in lines)
-    assert lines[-1]["grad_norm"] > 0
 
 
 # Servers

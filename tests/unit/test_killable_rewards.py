@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import call_reward_function
+from tiny import alive, call_reward_function
 
 from async_rlhf import OnlineDPOConfig
 from async_rlhf.config import RayConfig
@@ -112,13 +112,6 @@ def scores(judge: Scorer, tokenizer, *texts: str) -> list[float]:
     return judge(make_batch(tokenizer, *texts)).scores_PK[:, 0].tolist()
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def wait_until(true, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
@@ -138,7 +131,7 @@ def test_a_function_that_keeps_the_lock_is_killed_and_back_for_the_next_batch(to
         assert found.metrics["reward/process"] == before["reward/process"]  # which was done in time
         assert "reward function spins was not done after 3 s" in caplog.text
         assert judge(make_batch(tokenizer, "fine")).metrics["reward/spins"] == 4
-    assert is_gone(int(before["reward/process"]))
+    assert not alive(int(before["reward/process"]))
 
 
 def test_an_async_function_is_cancelled_and_keeps_its_process(tokenizer):
@@ -205,7 +198,7 @@ def test_errors_are_told_as_if_they_had_been_raised_here(tokenizer):
 def test_what_a_function_has_started_is_killed_with_it(tokenizer):
     with (judge := scorer(tokenizer, "mine.py:has_a_child", limit=3.0)).started(), pytest.raises(RewardError):
         scores(judge, tokenizer, "x")
-    wait_until(lambda: is_gone(int(Path("child.pid").read_text())))
+    wait_until(lambda: not alive(int(Path("child.pid").read_text())))
 
 
 def test_what_cannot_be_stopped_stays_here_and_is_warned_about(tokenizer, caplog):
@@ -271,10 +264,10 @@ def test_a_function_that_spins_holds_up_no_signal_and_outlives_nobody():
             assert process.stdout.readline() == f"{raised}\n"
         pid = int(process.stdout.readline())
         assert process.stdout.readline() == "spinning\n"
-        assert not is_gone(pid)
+        assert alive(pid)
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
-        wait_until(lambda: is_gone(pid))
+        wait_until(lambda: not alive(pid))
     finally:
         process.kill()
         process.communicate()

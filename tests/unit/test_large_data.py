@@ -8,8 +8,6 @@ import math
 import os
 import pickle
 import random
-import subprocess
-import sys
 import time
 import tracemalloc
 from itertools import chain, islice
@@ -245,39 +243,6 @@ def test_a_template_that_writes_the_time_is_rendered_once(tmp_path, monkeypatch)
     assert texts[0] != texts[1]
 
 
-PROGRAM = """
-import sys
-from tiny import byte_tokenizer
-from async_rlhf.data import tokenizer as tokenizers
-from async_rlhf.data.loading import load_rows
-from async_rlhf.data.stream import PromptStream
-tokenizers._CHUNK = 100
-tokenizer = byte_tokenizer()
-print("ready", flush=True)
-sys.stdin.readline()
-stream = PromptStream(load_rows(sys.argv[1]), tokenizer)
-print(stream.fingerprint(), stream.prompt(5).tokens)
-"""
-
-
-@pytest.mark.rare
-def test_processes_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path, tokenizer, large):
-    rows = [{"query": f"row {i}"} for i in range(3000)]
-    path = written(tmp_path / "rows.jsonl", rows)
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [subprocess.Popen([sys.executable, "-c", PROGRAM, path], env=environment, **options) for _ in range(3)]
-    for process in started:
-        assert process.stdout.readline() == "ready\n"
-    ended = [(process.stdin.write("\n"), process.stdin.flush()) for process in started]
-    ended = [process.communicate() for process in started]
-    assert len([*large.iterdir()]) == 30
-    assert all(not file.name.startswith(".") for file in large.iterdir())
-    stream = PromptStream(rows, tokenizer)
-    assert [out for out, _ in ended] == [f"{stream.fingerprint()} {stream.prompt(5).tokens}\n"] * 3, ended
-    assert all(word not in err for _, err in ended for word in ("Traceback", "damaged", "could not be written"))
-
-
 # ---------------------------------------------------------------- prompts
 
 
@@ -446,33 +411,6 @@ def test_examples_are_the_same(tmp_path, tokenizer, kind, rows, monkeypatch):
     lengths = [max(len(one.chosen), len(one.rejected)) if kind == "pairs" else len(one.tokens) for one in expected]
     assert found.lengths.tolist() == lengths
     assert (found[-1], found[3:9:2]) == (expected[-1], expected[3:9:2])
-
-
-def test_examples_by_hand(tokenizer):
-    """Against tokens put together one by one."""
-    eos = (tokenizer.eos_token_id,)
-
-    def ids(text):
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    rows = [*PAIRS[:30], *PAIRS]
-    sides = [
-        (
-            ids(r["prompt"] + r["chosen"]) + eos * (r["chosen_finish_reason"] == "stop"),
-            ids(r["prompt"] + r["rejected"]) + eos,
-        )
-        for r in rows
-    ]
-    pairs, counts = encode_pairs(rows, ChatTemplate(tokenizer), 10, "train")
-    different = [side for side in sides if side[0] != side[1]]
-    assert [(pair.chosen, pair.rejected) for pair in pairs] == [s for s in different if max(map(len, s)) <= 10]
-    assert counts == {"dropped": len(different) - len(pairs), "ties": len(sides) - len(different)}
-    assert counts["ties"] >= 14
-    assert counts["dropped"] > 0
-    rated, dropped = encode_ratings(RATED, ChatTemplate(tokenizer), "score", 12, "train")
-    tokens = [(ids(r["prompt"] + r["completion"]) + eos * (r["finish_reason"] == "stop"), r["score"]) for r in RATED]
-    assert [(one.tokens, one.rating) for one in rated] == [one for one in tokens if len(one[0]) <= 12]
-    assert dropped == len(RATED) - len(rated) > 0
 
 
 def test_ratings_of_a_file_are_checked(tmp_path):

@@ -218,33 +218,3 @@ def test_a_lock_that_cannot_be_written_is_let_go(path, monkeypatch):
 
 def _refuse(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.rare
-def test_of_many_at_once_one_takes_over_a_dead_ones(path, tmp_path):
-    """Eight processes, again and again, on the lock of a dead one."""
-    context = multiprocessing.get_context("fork")
-    for _ in range(20):
-        path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
-        barrier, taken = context.Barrier(8), context.SimpleQueue()
-        children = [context.Process(target=_compete, args=(path, barrier, taken)) for _ in range(8)]
-        for child in children:
-            child.start()
-        found = [taken.get() for _ in children]
-        assert sorted(found) == [False] * 7 + [True]
-        for child in children:
-            child.join()
-
-
-def _compete(path, barrier, taken):
-    barrier.wait()
-    try:
-        held = take(path)
-    except InUseError:
-        taken.put(False)
-        barrier.wait()
-        return
-    taken.put(True)
-    barrier.wait()
-    held.require()
-    held.release()

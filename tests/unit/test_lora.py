@@ -18,7 +18,6 @@ from async_rlhf.commands.sft import run_sft
 from async_rlhf.config import AdapterConfig, ConfigError, SFTConfig
 from async_rlhf.models import loading
 from async_rlhf.models.adapters import adapters_off, add_adapters, unwrap
-from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.saving import write_model
 from async_rlhf.models.values import new_value_model
 from async_rlhf.models.weights import named_weights
@@ -138,18 +137,6 @@ def test_a_users_own_adapters_that_cannot_be_merged_are_refused():
     own = peft.get_peft_model(tied, peft.LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM"))
     with pytest.raises(ConfigError, match=r"model: got .*default.*; lm_head shares its weight"):
         unwrap(own)
-
-
-def test_snapshots_hold_merged_weights():
-    model = next(iter(models()))
-    plain_ring = SnapshotRing.for_model(model, torch.float32, 1)
-    add_adapters(model, LoRAConfig(rank=2), seed=0)
-    stir(model)
-    ring = SnapshotRing.for_model(model, torch.float32, 1)
-    assert ring.specs == plain_ring.specs
-    ring.publish(model, 0)
-    for name, tensor in named_weights(model).items():
-        assert torch.equal(ring.views(0)[name], tensor), name
 
 
 def test_the_seed_decides_the_adapters():

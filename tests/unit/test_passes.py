@@ -79,23 +79,13 @@ def test_a_round_costs_all_ranks_about_the_same(packed, tokens, ranks):
         assert max(round_costs) < 1.25 * min(round_costs)
 
 
-def test_a_unit_over_the_limit_gets_a_pass_of_its_own():
-    parts = Passes(None, 10, True).split(torch.tensor([3, 3, 40, 2, 1, 2]), rows_per_unit=2)
-    assert [part.tolist() for part in parts] == [[1], [0, 2]]
-
-
 @pytest.mark.parametrize(
     ("passes", "lengths", "expected"),
     [
-        (Passes(None, 6, True), [3, 3, 3, 3], [[0, 2], [1, 3]]),  # exactly as many tokens as may be
         (Passes(None, 6), [3, 3, 3, 3], [[0, 1], [2, 3]]),
-        (Passes(2, 100, True), [3, 3, 3, 3], [[0, 2], [1, 3]]),  # exactly as many units
         (Passes(2, 100), [3, 3, 3, 3], [[0, 1], [2, 3]]),
-        (Passes(None, 6, True), [3] * 5, [[0, 3], [1, 4], [2]]),  # as few passes as can be for one rank
         (Passes(None, 10), [6, 3], [[0], [1]]),  # padded, if nothing is said
         (Passes(None, 10, True), [6, 3], [[0, 1]]),
-        (Passes(None, 10, True), [6, 6, 6, 2], [[0, 3], [1], [2]]),  # 20 tokens that do not fit into two passes
-        (Passes(None, 10, True), [8, 5, 4, 2], [[0, 3], [1, 2]]),  # the cheapest has no room, and keeps what it has
         (Passes(None, 40, True), [27, 26, 4, 1], [[1, 2, 3], [0]]),  # 12 * 27 + 27^2 is 1 above 12 * 30 + 26^2 + 4^2
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -38,7 +37,7 @@ from async_rlhf.studies.plan.measured import read_run
 from async_rlhf.studies.plan.one_queue import lengths, one_queue
 from async_rlhf.studies.plan.roofline import Roofline, _workload, batch_of, shape_of
 from async_rlhf.studies.plan.search import Choice, propose, search, try_split
-from async_rlhf.studies.plan.simulate import LEARNER, Outcome, Work, simulate
+from async_rlhf.studies.plan.simulate import Outcome, Work, simulate
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Scaled, Split, draw
 from async_rlhf.studies.plan.times import times_of as given_times
 from async_rlhf.system.trace import Trace
@@ -154,33 +153,6 @@ def test_the_simulation_is_the_real_schedule(work, staleness):
     assert simulated == pytest.approx(ends_by_the_real_schedule(work, staleness), rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
-@given(works(), st.integers(0, 3), st.floats(1, 2))
-def test_staleness_never_costs_time_and_slowing_down_never_saves_any(work, staleness, slowdown):
-    """If generators are alike: a slow one may take what a fast one would soon have been free for."""
-    work = replace(work, speeds=[1.0] * len(work.speeds), eval_steps=0)
-
-    def end(s: int, factor: float = 1.0) -> float:
-        return max(span.ended for span in simulate(work, s, factor).spans)
-
-    assert end(staleness + 1) <= end(staleness) * (1 + 1e-9)
-    assert end(staleness) * (1 - 1e-9) <= end(staleness, slowdown) <= end(staleness) * slowdown * (1 + 1e-9)
-    alone = sum(map(sum, work.generate)) / len(work.speeds)
-    assert end(staleness) >= max(alone, sum(work.learn)) * (1 - 1e-9)
-
-
-@settings(max_examples=30, deadline=None)
-@given(works(), st.integers(0, 3), st.floats(1, 2))
-def test_nobody_does_two_things_at_once_and_all_is_done(work, staleness, slowdown):
-    outcome = simulate(work, staleness, slowdown)
-    generators = len(work.generate[0])
-    for track in (LEARNER, *range(generators)):
-        own = [span for span in outcome.spans if span.track == track]
-        assert all(a.ended <= b.started + 1e-9 for a, b in itertools.pairwise(own))
-    assert len(spans(outcome, "generate")) == len(work.learn) * generators
-    assert len(spans(outcome, "publish")) == len(work.learn) - staleness  # none that no batch would read
-
-
 def test_synchronous_takes_the_sum_and_one_side_idles_while_the_other_works():
     outcome = simulate(constant(2.0, 3.0, publish=0.5, other=0.25), staleness=0)
     # What the learner does after publishing is hidden behind sampling even then.
@@ -190,25 +162,6 @@ def test_synchronous_takes_the_sum_and_one_side_idles_while_the_other_works():
     alone = simulate(constant(2.0, 3.0, publish=0.5), staleness=0)
     assert alone.step_seconds == pytest.approx(5.5)
     assert alone.generator_idle + alone.learner_idle == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("generate", "learn"), [(2.0, 3.0), (3.0, 2.0), (1.0, 1.0)])
-def test_one_step_off_policy_takes_the_longer_of_both(generate, learn):
-    outcome = simulate(constant(generate, learn), staleness=1)
-    assert outcome.step_seconds == pytest.approx(max(generate, learn))
-    assert outcome.efficiency == pytest.approx(1)
-    assert outcome.generator_idle == pytest.approx(1 - generate / max(generate, learn))
-    assert outcome.learner_idle == pytest.approx(1 - learn / max(generate, learn))
-
-
-def test_what_varies_is_hidden_by_more_staleness():
-    """Long to sample is long to train on. S = 1 does long batches one after the other; S = 2 has one in store."""
-    seconds = [1.0, 3.0] * 40
-    work = Work([[s] for s in seconds], seconds, [0.0] * 80, [0.0] * 80)
-    assert [simulate(work, s).step_seconds for s in range(4)] == pytest.approx([4, 3, 2, 2], rel=0.02)
-    # Batch 4 may begin when batch 2 is trained on, at 7; with S = 2 when batch 1 is, and its generator is free at 5.
-    assert spans(simulate(work, 1), "generate")[:4] == [(1, 0, 1), (2, 1, 4), (3, 4, 5), (4, 7, 10)]
-    assert spans(simulate(work, 2), "generate")[:4] == [(1, 0, 1), (2, 1, 4), (3, 4, 5), (4, 5, 8)]
 
 
 def test_what_goes_on_at_once_is_slower():
@@ -334,15 +287,6 @@ def test_a_run_is_predicted_from_its_own_files(tmp_path, staleness, generators):
         assert (row.learn, row.publish, row.other) == pytest.approx((learn, publish, other))
     again = try_split(Scaled(run.rows, run.split, ScalingConfig()), run.split, PlanConfig()).outcomes[staleness]
     assert again.step_seconds == pytest.approx(outcome.step_seconds, rel=0.03)
-
-
-@pytest.mark.parametrize(("staleness", "seconds"), [(0, 2.5), (1, 1.25), (2, 1.0), (3, 1.0)])
-def test_reward_functions_add_nothing_once_enough_batches_are_under_way(staleness, seconds):
-    """A batch passes through sampling, rewards and training while S + 1 batches do."""
-    assert simulate(constant(1.0, 1.0, rewards=0.5), staleness).step_seconds == pytest.approx(seconds)
-    assert simulate(constant(1.0, 1.0, rewards=3.0), staleness).step_seconds == pytest.approx(
-        max(3.0, 5 / (staleness + 1))
-    )
 
 
 @pytest.mark.parametrize("waited", [0.5, 0.1])

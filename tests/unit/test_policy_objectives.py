@@ -638,47 +638,6 @@ def test_best_of_k_breaks_ties_by_position_and_ignores_prompts_that_are_all_ties
     assert (numbers[:2], numbers[3]) == ([1, 4], 14)
 
 
-def test_best_of_k_judges_by_the_reward_less_its_kl():
-    """The penalty decides between equal scores, and overrules a small difference."""
-    far_BT = torch.tensor([[0, 0, 1, 1.0], [0, 0, 0, 0]], dtype=torch.float64)
-    for scores, best_row in (([0.5, 0.5], 1), ([1.0, 0.5], 1), ([1.5, 0.5], 0)):
-        experience = experience_of([[0, 0, 1, 1]] * 2, scores, behaviour_logprobs_BT=far_BT)
-        best = find("best_of_k").credit(experience, configure("best_of_k", 2, REWARD_K1))
-        assert best.tokens_BT[:, 0].tolist() == [best_row]  # the first row's penalty is 0.3 x (1 + 1)
-        assert best.loss_weights_U.tolist() == [1]
-
-
-def test_ppo_gives_the_score_to_the_last_response_token_only():
-    """With lambda 1 and no values every token's advantage is the discounted score; an empty response has none."""
-    experience = experience_of([[0, 1, 1, 0, 1], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]], [3.0, -2.0, 7.0])
-    config = PPOConfig(samples_per_prompt=1, gamma=0.5, lam=1.0, whiten_advantages=False, kl=NO_KL)
-    ours = find("ppo").credit(experience, config)
-    assert responses(ours.advantages_BT, ours) == [[0.75, 1.5, 3.0], [-1.0, -2.0], []]
-    assert torch.equal(ours.advantages_BT, ours.returns_BT)
-
-
-def test_ppo_gives_what_the_environment_gave_to_the_sampled_token_before():
-    """At known numbers: without discount, values and penalty an advantage is what was given from its token on."""
-    sampled = [[0, 0, 1, 0, 1, 0, 0], [0, 0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]]
-    rewards = [[0, 0, 1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32, 0], [0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0]]
-    experience = experience_of(
-        sampled,
-        [31 + 100.0, 63 - 100.0, 5.0, 3.0],
-        lengths_B=torch.tensor([7, 7, 4, 3]),
-        rewards_BT=torch.tensor(rewards, dtype=torch.float64),
-        truncated_B=torch.tensor([True, False, True, True]),
-        end_values_B=torch.full((4,), 1000.0, dtype=torch.float64),
-    )
-    config = PPOConfig(samples_per_prompt=4, gamma=1.0, lam=1.0, whiten_advantages=False, kl=NO_KL)
-    for bootstrap, expected in (
-        (False, [[131.0, 128.0], [-44.0, -52.0], [5.0, 5.0], []]),
-        (True, [[1031.0, 1028.0], [-44.0, -52.0], [1000.0, 1000.0], []]),
-    ):
-        config = replace(config, bootstrap_truncated=bootstrap, non_eos_penalty=not bootstrap)
-        ours = find("ppo").credit(experience, config)
-        assert responses(ours.advantages_BT, ours) == responses(ours.returns_BT, ours) == expected
-
-
 def test_what_an_environment_gave_leaves_no_remainder_of_rounding():
     """A score that is the environment's alone, rounded once from float64, leaves nothing for the last token."""
     rewards_BT = torch.randn(500, 30, generator=torch.Generator().manual_seed(0))
@@ -686,24 +645,6 @@ def test_what_an_environment_gave_leaves_no_remainder_of_rounding():
     rows = replace(rows, rewards_BT=rewards_BT, scores_B=rewards_BT.double().sum(dim=1).float())
     config = configure("ppo", 1, whiten_advantages=False, lam=0.0, gamma=0.0)
     assert torch.equal(find("ppo").credit(rows, config).advantages_BT, rewards_BT)
-
-
-def test_reinforce_pp_at_known_numbers():
-    """Three tokens discounted by half; then one token a row, with the mean of each prompt taken off or not."""
-
-    def advantages(sampled: list[list[int]], scores: list[float], **changes: object) -> list[float]:
-        config = ReinforcePPConfig(samples_per_prompt=len(sampled) // 2 or 1, kl=NO_KL, **changes)
-        rows = find("reinforce_pp").credit(experience_of(sampled, scores, values_BT=None), config)
-        assert rows.loss_weights_U.tolist() == [sum(row) for row in sampled]
-        return [x for row in responses(rows.advantages_BT, rows) for x in row]
-
-    mean, deviation = 7 / 3, math.sqrt(14) / 3  # of 1, 2 and 4
-    expected = [(x - mean) / deviation for x in (1, 2, 4)]
-    assert advantages([[0, 1, 1, 1]], [4.0], gamma=0.5) == pytest.approx(expected, rel=1e-7)
-    one, scores = [[0, 1]] * 4, [3.0, 1.0, 10.0, 10.0]
-    assert advantages(one, scores) == pytest.approx([x / math.sqrt(16.5) for x in (-3, -5, 4, 4)], rel=1e-7)
-    expected = [math.sqrt(2), -math.sqrt(2), 0, 0]
-    assert advantages(one, scores, baseline="group") == pytest.approx(expected, rel=1e-7)
 
 
 # The loss and the metrics
@@ -797,22 +738,6 @@ def test_the_expected_gradient_of_a_corrected_penalty_is_that_of_the_kl(key, old
     assert (biased - kl_gradient(mu)).norm() > 0.2 * kl_gradient(mu).norm()
 
 
-def test_the_kl_of_whole_texts_has_another_gradient_than_that_of_each_token_given_its_prefix():
-    """By how much docs/algorithms/README.md says. The prefix of the second of two tokens is the first."""
-    apart = []
-    for seed in range(50):
-        generator = torch.Generator().manual_seed(seed)
-        pi_logits, ref_logits = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
-        pi_NV = pi_logits.requires_grad_().log_softmax(dim=1)
-        kl_N = (pi_NV.exp() * (pi_NV - ref_logits.log_softmax(dim=1))).sum(dim=1)
-        gradients = []
-        for first_V in (pi_NV[0].exp(), pi_NV[0].exp().detach()):
-            total = kl_N[0] + first_V @ kl_N[1:]
-            gradients.append(torch.autograd.grad(total, pi_logits, retain_graph=True)[0])
-        apart.append(((gradients[0] - gradients[1]).norm() / gradients[0].norm()).item())
-    assert 0.2 < sorted(apart)[25] < 0.3
-
-
 @each(["rloo", "grpo of samples", "gspo"])
 def test_a_ratio_of_the_sample_takes_the_mean_of_its_advantages(key):
     """Which differ from token to token where credit is someone's own."""
@@ -823,30 +748,6 @@ def test_a_ratio_of_the_sample_takes_the_mean_of_its_advantages(key):
         slow = SlowLoss(key, case, config)
         slow.credit = Credit(slow.credit.weights, of_tokens=responses(rows.advantages_BT, rows))
         assert_equal(find(key.split()[0]).loss(output_for(case, rows), rows, config), slow(), told)
-
-
-SAME_AS_GRPO = {
-    "dr_grpo": {"scale_rewards": "none", "normalization": "constant"},
-    "gspo": {"ratio": "sequence_mean", "cliprange": 3e-4, "cliprange_high": 4e-4},
-    "cispo": {"surrogate": "cispo", "normalization": "token", "cliprange": 0.9999999999, "cliprange_high": 4.0},
-}
-"""With which keys GRPO is another algorithm; its cliprange has to be below 1."""
-
-
-@each(SAME_AS_GRPO)
-def test_an_algorithm_of_other_defaults_is_grpo_with_these_keys(name):
-    """All but the penalty, of which only GRPO has one by default."""
-    assert (find(name).config().kl.coef, find("grpo").config().kl.coef) == (0.0, 0.04)
-    for seed, off_policy in enumerate(OFF_POLICY):
-        case = make_case(seed, 3, 3)
-        shared = {"samples_per_prompt": 3, "kl": LOSS_K3, "off_policy": off_policy}
-        shared["generation"] = GenerationConfig(response_length=11)
-        same = find("grpo").config(**shared, **SAME_AS_GRPO[name])
-        ours, theirs = (
-            compute_loss(key, case, config) for key, config in ((name, find(name).config(**shared)), ("grpo", same))
-        )
-        assert_same(ours, theirs.loss_sum.item(), theirs.metrics, f"{off_policy}")
-        assert ours.loss_sum.item() != 0
 
 
 @each(
@@ -866,30 +767,6 @@ def test_an_algorithm_of_other_defaults_is_grpo_with_these_keys(name):
 def test_a_configuration_that_is_no_algorithm_is_refused(name, changes, message):
     with pytest.raises(ConfigError, match=message):
         find(name).config(**changes)
-
-
-@each(WITH_RATIOS)
-def test_without_a_pass_for_the_old_policy_the_ratio_is_one_but_pi_is_trained(key):
-    """Nothing is clipped however far pi is from mu, and the gradient is that of -A log pi."""
-    for _, case, config, told in at_every_setting(key, old=False, spread=2.0):
-        config = replace(config, kl=NO_KL, off_policy=configure(key, config.samples_per_prompt).off_policy)
-        output, by_logprobs_BT, _ = loss_and_gradients(key, case, config)
-        assert output.metrics["policy/clipfrac_avg"].item() == output.metrics["policy/approxkl_avg"].item() == 0, told
-        credit = slow_credit(key, case.experience, config)
-        advantages = of_each_token(credit, case.experience)
-        for row, gradient in enumerate(responses(by_logprobs_BT, case.experience)):
-            by = len(gradient) if config.normalization == "sequence" and config.ratio != "sequence" else 1
-            # Completions that are masked teach nothing.
-            expected = [-a / by * (credit.weights[row] > 0) for a in advantages[row]]
-            assert gradient == pytest.approx(expected, rel=1e-9, abs=1e-9), told
-
-
-@each(BY_GROUPS)
-def test_groups_of_equal_scores_train_nothing(key):
-    for _, case, config, told in at_every_setting(key):
-        equal = replace(case.experience, scores_B=torch.full_like(case.experience.scores_B, 0.5))
-        output, by_logprobs_BT, _ = loss_and_gradients(key, replace(case, experience=equal), replace(config, kl=NO_KL))
-        assert (output.loss_sum.item(), by_logprobs_BT.abs().max()) == (0, 0), told
 
 
 @each(OBJECTIVES)
@@ -921,24 +798,6 @@ def test_float32_gives_the_same_to_its_precision(key):
 
 
 @each(OBJECTIVES)
-def test_the_order_of_the_samples_does_not_matter(key):
-    """Advantages move with their samples. Best-of-K needs scores without ties: of equals it takes the first."""
-    for setting, case, config, told in at_every_setting(key):
-        rng, K = random.Random(setting.seed), config.samples_per_prompt
-        rows = [p * K + k for p in range(4) for k in rng.sample(range(K), K)]
-        scores_B = torch.tensor([rng.gauss(0, 2) for _ in rows], dtype=torch.float64)
-        case = replace(case, experience=replace(case.experience, scores_B=scores_B))
-        moved = replace(case, experience=case.experience.select(rows))
-        credit = find(key.split()[0]).credit
-        ours, theirs = credit(moved.experience, config), credit(case.experience, config)
-        for name in ("advantages_BT", "returns_BT"):
-            if getattr(theirs, name) is not None:
-                torch.testing.assert_close(getattr(ours, name), getattr(theirs, name)[rows])
-        expected = compute_loss(key, case, config)
-        assert_same(compute_loss(key, moved, config), expected.loss_sum.item(), expected.metrics, told)
-
-
-@each(OBJECTIVES)
 def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key):
     """Rows of a group may fall apart; parts are trimmed to their longest row; one part has empty responses only."""
     algorithm = find(key.split()[0])
@@ -956,30 +815,6 @@ def test_the_loss_and_every_metric_of_a_batch_are_the_sums_over_its_parts(key):
         metrics = {name: sum(output.metrics[name] for output in outputs) for name in whole.metrics}
         assert_same(whole, sum(output.loss_sum.item() for output in outputs), metrics, told)
         assert float(sum(part.loss_weights_U.sum() for part in parts)) == float(rows.loss_weights_U.sum())
-
-
-@each([key for key in OBJECTIVES if key != "ppo"])
-def test_an_offset_of_the_scores_of_a_prompt_does_not_matter(key):
-    """But to PPO. What is of the whole batch, a deviation or a mean, allows only one offset for all prompts."""
-    for _, case, config, told in at_every_setting(key, spread=0.3):
-        of_the_batch = "batch" in told or "'baseline': 'none'" in told
-        if key == "reinforce_pp" and of_the_batch:
-            config = replace(config, gamma=1.0)  # a discounted offset is another one at each token
-        offsets_P = torch.tensor([64.0] * 4 if of_the_batch else [64.0, -128.0, 0.0, 32.0], dtype=torch.float64)
-        scores_B = case.experience.scores_B + offsets_P.repeat_interleave(config.samples_per_prompt)
-        shifted = replace(case, experience=replace(case.experience, scores_B=scores_B))
-        expected, ours = compute_loss(key, case, config), compute_loss(key, shifted, config)
-        assert ours.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-8, abs=1e-8), told
-
-
-@each([0.5, 3.0, 1000.0])
-def test_a_positive_factor_of_the_scores_hardly_changes_advantages_scaled_by_their_group(factor):
-    """The 1e-4 in the denominator is all that remains of the scale; groups of equal scores stay at zero."""
-    case, config = make_case(1, 4, 3), configure("grpo", 3, scale_rewards="group")
-    scaled = replace(case.experience, scores_B=case.experience.scores_B * factor)
-    ours_BT, theirs_BT = (find("grpo").credit(x, config).advantages_BT for x in (scaled, case.experience))
-    assert theirs_BT.abs().max() > 0.5
-    torch.testing.assert_close(ours_BT, theirs_BT, rtol=2e-3, atol=1e-9)
 
 
 @each(OBJECTIVES)
@@ -1049,18 +884,6 @@ def test_a_batch_of_empty_responses_gives_finite_zeros(key):
         assert output.loss_sum.item() == 0, told
         assert all(math.isfinite(value.item()) for value in output.metrics.values()), told
         assert all(gradient_BT.abs().max() == 0 for gradient_BT in gradients), told  # false for NaN, too
-
-
-@each(["sigmoid", "ipo"])
-def test_an_offset_of_the_scores_of_a_prompt_does_not_matter_to_online_dpo(loss_type):
-    algorithm, config = find("online_dpo"), OnlineDPOConfig(samples_per_prompt=3, loss_type=loss_type)
-    case = make_case(0, 5, 3)
-    offsets_B = torch.tensor([64.0, -128.0, 0.0, 32.0, 1.0], dtype=torch.float64).repeat_interleave(3)
-    losses = []
-    for scores_B in (case.experience.scores_B, case.experience.scores_B + offsets_B):
-        rows = algorithm.credit(replace(case.experience, scores_B=scores_B), config)
-        losses.append(algorithm.loss(output_for(case, rows), rows, config).loss_sum.item())
-    assert losses[0] == losses[1] != 0
 
 
 @each(["sigmoid", "ipo"])

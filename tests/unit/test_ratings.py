@@ -339,11 +339,3 @@ def test_other_mistakes_with_ratings(tmp_path, monkeypatch):
     odd = [{**row, "score": 2 + (row["text"] == held[0]["text"])} for row in rows]
     with pytest.raises(ConfigError, match=r"train, less what is held out: all \d+ rows have 2 as 'score'; must differ"):
         run_reward(replace(config, train=write_rows(tmp_path / "odd.jsonl", odd), eval_fraction=0.2))
-
-
-def test_rows_that_are_neither_pairs_nor_rated(tmp_path):
-    place = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "b"}])
-    with pytest.raises(
-        ConfigError, match=r"train: row 1 has 'text'; must have `chosen` and `rejected`, or a rating in 'score'"
-    ):
-        run_reward(RewardConfig(place, str(tmp_path / "out"), model="somewhere"))

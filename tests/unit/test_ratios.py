@@ -11,8 +11,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from async_rlhf.algorithms.estimators import (
@@ -25,7 +23,6 @@ from async_rlhf.algorithms.estimators import (
     ratio_statistics,
 )
 
-quick = settings(max_examples=60, deadline=None, derandomize=True)
 CLIPRANGES = [(0.2, 0.2), (0.2, 0.28), (0.5, 0.1), (0.05, 2.0)]
 STATISTICS = {
     "policy/behaviour_kl",
@@ -78,15 +75,6 @@ def test_clipped_surrogate_is_its_formula(low, high, width):
         assert seen == {(True, 0.0), (True, 1.0), (False, 0.0), (False, 1.0)}
 
 
-def test_clipped_surrogate_at_known_points():
-    """One line for each of the regions: below, inside and above the bounds 0.8 and 1.3, and both signs."""
-    ratios = torch.tensor([0.5, 1.0, 2.0, 0.5, 1.0, 2.0, 0.5, 2.0], dtype=torch.float64)
-    advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0, 0.0, 0.0], dtype=torch.float64)
-    loss, clipped = clipped_surrogate(ratios.log(), advantages, 0.2, 0.3)
-    assert loss.tolist() == pytest.approx([-1.0, -2.0, -2.6, 1.6, 2.0, 4.0, 0.0, 0.0])
-    assert clipped.tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(("low", "high"), CLIPRANGES)
 def test_clipped_surrogate_gradient(low, high):
     """-A r where nothing is clipped, exactly 0 where it is; with a pass of autograd's own check."""
@@ -104,28 +92,6 @@ def test_clipped_surrogate_gradient(low, high):
         assert gradient_N[n].item() == pytest.approx(by_formula, rel=1e-12, abs=0)
     assert 5 < clipped_N.sum() < 55
     assert torch.autograd.gradcheck(lambda x: clipped_surrogate(x, advantages_N, low, high)[0], (log_ratios_N,))
-
-
-def test_at_ratio_one_the_surrogate_is_the_policy_gradient():
-    advantages_N = normal(4, 20)
-    log_ratios_N = torch.zeros(20, dtype=torch.float64, requires_grad=True)
-    loss_N, clipped_N = clipped_surrogate(log_ratios_N, advantages_N, 0.2, 0.2)
-    (gradient_N,) = torch.autograd.grad(loss_N.sum(), log_ratios_N)
-    torch.testing.assert_close(loss_N, -advantages_N)
-    torch.testing.assert_close(gradient_N, -advantages_N)
-    assert clipped_N.sum() == 0
-
-
-@quick
-@given(st.floats(-4, 4), st.floats(-5, 5), st.floats(0.01, 0.99), st.floats(0.01, 3))
-def test_the_clipped_surrogate_is_a_pessimistic_bound(log_ratio, advantage, low, high):
-    """It is never below the unclipped loss, and equal to it unless the flag says otherwise."""
-    x, a = (torch.tensor(value, dtype=torch.float64) for value in (log_ratio, advantage))
-    loss, clipped = (value.item() for value in clipped_surrogate(x, a, low, high))
-    unclipped = -math.exp(log_ratio) * advantage
-    assert loss >= unclipped - 1e-12 * abs(unclipped)
-    if not clipped:
-        assert loss == pytest.approx(unclipped, rel=1e-12, abs=1e-300)
 
 
 def test_a_ratio_that_overflows_is_no_nan_where_it_is_clipped_or_does_not_count():
@@ -179,18 +145,6 @@ def test_clipped_likelihood_and_its_gradient_are_their_formulas(low, high, width
         assert seen == {(0.0, True), (0.0, False), (1.0, False)} | ({(1.0, True)} if low < 1 else set())
 
 
-def test_clipped_likelihood_at_known_points():
-    """Ratios below, inside and above the bounds 0.8 and 1.3, and both signs: a sign makes no bound inactive."""
-    ratios = torch.tensor([0.5, 1.0, 2.0, 0.5, 1.0, 2.0, 2.0], dtype=torch.float64)
-    advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0, 0.0], dtype=torch.float64)
-    logprobs = torch.full((7,), -1.0, dtype=torch.float64, requires_grad=True)
-    loss, clipped = clipped_likelihood(logprobs, ratios.log(), advantages, 0.2, 0.3)
-    assert loss.tolist() == pytest.approx([1.6, 2.0, 2.6, -1.6, -2.0, -2.6, 0.0])
-    assert clipped.tolist() == [1, 0, 1, 1, 0, 1, 1]
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert gradient.tolist() == pytest.approx([-1.6, -2.0, -2.6, 1.6, 2.0, 2.6, 0.0])
-
-
 def test_with_a_cliprange_of_one_a_weight_has_no_lower_bound():
     """Nor is a ratio that underflows to 0 counted as clipped; one that overflows is, and is no infinity."""
     log_ratios = torch.tensor([-1e4, -20.0, 0.0, 1e4])
@@ -200,15 +154,6 @@ def test_with_a_cliprange_of_one_a_weight_has_no_lower_bound():
     assert clipped.tolist() == [0, 0, 0, 1]
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert gradient.tolist() == pytest.approx([0.0, -math.exp(-20.0), -1.0, -5.0])
-
-
-def test_at_ratio_one_the_clipped_likelihood_is_the_policy_gradient():
-    """The same gradient as the clipped surrogate's."""
-    advantages_N, logprobs_N = normal(4, 20), normal(5, 20).requires_grad_()
-    loss_N, clipped_N = clipped_likelihood(logprobs_N, logprobs_N - logprobs_N.detach(), advantages_N, 0.2, 0.2)
-    (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
-    torch.testing.assert_close(gradient_N, -advantages_N)
-    assert clipped_N.sum() == 0
 
 
 # Importance weights
@@ -235,13 +180,6 @@ def test_importance_weights_are_their_formula(kind, cap):
     assert 0 < capped_BT.sum() < 320
 
 
-@pytest.mark.parametrize("kind", ["truncated", "masked"])
-def test_a_weight_at_the_cap_is_kept_and_not_counted_as_capped(kind):
-    weights, capped = importance_weights(torch.zeros(4), kind, 1.0)
-    assert weights.tolist() == [1, 1, 1, 1]
-    assert capped.tolist() == [0, 0, 0, 0]
-
-
 def test_a_weight_that_overflows_is_capped_like_any_other():
     huge = torch.tensor([1e3, 1e4], dtype=torch.float64)
     weights, capped = importance_weights(huge, "truncated", 2.0)
@@ -250,12 +188,6 @@ def test_a_weight_that_overflows_is_capped_like_any_other():
     assert (weights.tolist(), capped.tolist()) == ([0, 0], [1, 1])
     weights, capped = importance_weights(-huge, "masked", 2.0)
     assert (weights.tolist(), capped.tolist()) == ([0, 0], [0, 0])
-
-
-@pytest.mark.parametrize("kind", ["truncated", "masked"])
-def test_importance_weights_carry_no_gradient(kind):
-    for tensor in importance_weights(normal(6, 10).requires_grad_(), kind, 2.0):
-        assert not tensor.requires_grad
 
 
 # Types
@@ -298,25 +230,6 @@ def test_effective_sample_share_is_its_formula(size, width):
         assert 1 / size - 1e-12 <= ours.item() <= 1 + 1e-12
 
 
-def test_effective_sample_share_at_known_points():
-    assert effective_sample_share(torch.full((7,), -3.0)).item() == pytest.approx(1)
-    assert effective_sample_share(torch.tensor([0.0, -1e4, -1e4, -1e4])).item() == pytest.approx(1 / 4)
-    assert effective_sample_share(torch.tensor([0.0, 0.0, -1e4, -1e4])).item() == pytest.approx(1 / 2)
-    share = effective_sample_share(torch.tensor([1.0, 3.0], dtype=torch.float64).log()).item()
-    assert share == pytest.approx(16 / 20, rel=1e-12)
-
-
-@pytest.mark.parametrize("offset", [-1e4, -80.0, 80.0, 1e4])
-def test_effective_sample_share_forgets_a_common_offset(offset):
-    """No overflow and no underflow, though exp(offset) is infinite or zero."""
-    logs_N = normal(7, 30, width=1.0)
-    share = effective_sample_share(logs_N).item()
-    assert effective_sample_share(logs_N + offset).item() == pytest.approx(share, rel=1e-9)
-    assert effective_sample_share((logs_N + offset).float()).item() == pytest.approx(share, rel=1e-2)
-    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
-    assert effective_sample_share(logs_N[order]).item() == pytest.approx(share, rel=1e-12)
-
-
 def slow_statistics(tokens: list[float], rows: list[float]) -> dict[str, float]:
     n = len(tokens)
     ratios = sorted(math.exp(x) for x in tokens)
@@ -346,21 +259,6 @@ def test_ratio_statistics_are_their_formulas(width):
         for name, value in ours.items():
             assert isinstance(value, float)
             assert value == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
-
-
-def test_ratio_statistics_of_equal_policies():
-    ours = ratio_statistics(torch.zeros(40), torch.zeros(5))
-    for name, value in ours.items():
-        assert value == (0.0 if name.startswith("policy/") or name == "val/ratio_var" else 1.0), name
-
-
-def test_ratio_statistics_do_not_depend_on_the_order_and_leave_the_input_alone():
-    tokens_N, rows_B = normal(8, 77), normal(9, 11)
-    before = tokens_N.clone(), rows_B.clone()
-    ours = ratio_statistics(tokens_N, rows_B)
-    assert torch.equal(tokens_N, before[0])
-    assert torch.equal(rows_B, before[1])
-    assert ratio_statistics(tokens_N.flip(0), rows_B.flip(0)) == pytest.approx(ours, rel=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 50, 1000, 9999])
@@ -417,14 +315,6 @@ def test_clipped_value_loss_is_its_formula(cliprange):
     assert (clipped_BT.sum() > 0) == (cliprange < 10)
 
 
-def test_clipped_value_loss_at_known_points():
-    """Old value 0, range 0.2: moved towards the target too far, away from it, and not far at all."""
-    values, returns = torch.tensor([0.9, 0.9, 0.1, -0.9]), torch.tensor([1.0, -1.0, 1.0, 1.0])
-    loss, clipped = clipped_value_loss(values, torch.zeros(4), returns, 0.2)
-    assert loss.tolist() == pytest.approx([0.5 * 0.8**2, 0.5 * 1.9**2, 0.5 * 0.9**2, 0.5 * 1.9**2])
-    assert clipped.tolist() == [1, 0, 0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_value_inside_the_range_is_never_counted_as_clipped(dtype):
     """Clipping leaves it as it is, to the last bit: old + (V - old) is not always V, and would be larger by chance."""
@@ -454,17 +344,6 @@ def test_clipped_value_loss_gradient(cliprange):
     assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old_N, returns_N, cliprange)[0], (values_N,))
 
 
-def test_an_unmoved_value_is_trained_by_the_plain_squared_error():
-    """At the first step of a batch the values are the old ones: half the square, and its full gradient."""
-    returns_N = normal(13, 20)
-    values_N = normal(14, 20).requires_grad_()
-    loss_N, clipped_N = clipped_value_loss(values_N, values_N.detach(), returns_N, 0.2)
-    (gradient_N,) = torch.autograd.grad(loss_N.sum(), values_N)
-    torch.testing.assert_close(loss_N.detach(), 0.5 * (values_N.detach() - returns_N) ** 2)
-    torch.testing.assert_close(gradient_N, values_N.detach() - returns_N)
-    assert clipped_N.sum() == 0
-
-
 # The adapted KL coefficient
 
 
@@ -477,11 +356,3 @@ def test_adapted_coefficient_is_its_formula():
         error = clip(kl / target - 1, -0.2, 0.2)
         expected = coefficient * (1 + error * samples / horizon)
         assert adapted_coefficient(coefficient, kl, target, samples, horizon) == pytest.approx(expected, rel=1e-12)
-
-
-def test_adapted_coefficient_at_known_points():
-    assert adapted_coefficient(0.1, 6.0, 6.0, 512, 10_000) == pytest.approx(0.1, rel=1e-12)
-    assert adapted_coefficient(0.1, 60.0, 6.0, 10_000, 10_000) == pytest.approx(0.12, rel=1e-12)
-    assert adapted_coefficient(0.1, 0.0, 6.0, 10_000, 10_000) == pytest.approx(0.08, rel=1e-12)
-    assert adapted_coefficient(0.1, 6.6, 6.0, 5_000, 10_000) == pytest.approx(0.105, rel=1e-12)
-    assert adapted_coefficient(0.1, 60.0, 6.0, 512, 10_000) > 0.1 > adapted_coefficient(0.1, 1.0, 6.0, 512, 10_000)

@@ -125,10 +125,6 @@ def test_the_cache_does_not_grow_with_what_has_been_decoded(make_policy, monkeyp
     streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
     longest = 13 + sampling.response_length
     assert max(columns) < longest + transformers_engine._SPARE
-    monkeypatch.setattr(transformers_engine, "_SPARE", 10**9)
-    columns.clear()
-    streamed(TransformersEngine(make_policy(0).eval(), sampling), prompts)
-    assert max(columns) > 5 * longest, "so it would, if nothing were dropped"
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral_sliding"])
@@ -168,13 +164,3 @@ def test_logits_that_are_not_finite_are_an_error_with_the_version(make_policy):
         model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="version 8"):
         streamed(TransformersEngine(model, test_engine.params(), version=8), test_engine.ragged_prompts(3))
-
-
-def test_samples_of_other_seeds_and_draws_differ(make_policy):
-    engine = TransformersEngine(make_policy(0).eval(), test_engine.params(batch_size=6))
-    prompts = test_engine.ragged_prompts(8)
-    others = [replace(prompt, draw=prompt.draw + 100) for prompt in prompts]
-    ours, theirs = streamed(engine, prompts), streamed(engine, others)
-    assert [[sample.tokens for sample in group] for group in ours] != [
-        [sample.tokens for sample in group] for group in theirs
-    ]

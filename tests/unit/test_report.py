@@ -511,7 +511,6 @@ RISES = {"objective/scores": lambda i: 0.1 * i}
         ({"engine/sampling_evidence": lambda i: 3.5 if i == 7 else 0}, "The engine may not draw what it says", "3.5"),
         ({"grad_norm": lambda i: 50.0 if i == 7 else 1.0}, "A gradient stands out", "batch 7 has the norm 50"),
         ({"skipped_steps": 1.0}, "Steps are skipped", "40 steps"),
-        ({"reward/skipped": 1.0}, "Rewards are missing", "40 completions"),
     ],
 )
 def test_each_warning_has_its_figure_and_no_other_is_raised(changes, title, figure, tmp_path):

@@ -168,16 +168,6 @@ def test_length(options, expected):
     assert reward(length(**options), "two  words\nand two") == expected
 
 
-@given(st.integers(0, 300), st.integers(1, 100))
-def test_nearer_to_the_target_is_never_worse(words, target):
-    def at(count: int) -> float:
-        return reward(length(target=target), "a " * count)
-
-    assert 0 <= at(words) <= at(target) == 1
-    nearer = words + (words < target) - (words > target)
-    assert at(nearer) >= at(words)
-
-
 @each([
     (regex, {"pattern": "("}, r"pattern: got '\('; must be a regular expression: missing"),
     (regex, {"pattern": "\bword"}, r"pattern: got '\\x08word'; has a backspace; write r'\\b'"),

@@ -175,18 +175,6 @@ def scores(tokenizer, batch, reward_model=None, functions=(), **changes) -> list
     return scored.scores_PK.flatten().tolist()
 
 
-def test_scores_are_the_sum_of_model_and_functions(tokenizer, make_reward_model):
-    batch, model = make_batch(tokenizer), make_reward_model()
-    by_model = slow_scores(model, whole_rows(batch))
-    assert len({round(score, 3) for score in by_model}) == 6
-    assert scores(tokenizer, batch, model) == pytest.approx(by_model, abs=1e-4)
-    assert scores(tokenizer, batch, None, [length_reward]) == LENGTHS
-    two = [a + b for a, b in zip(LENGTHS, LEVELS, strict=True)]
-    assert scores(tokenizer, batch, None, [length_reward, level_reward]) == two
-    three = [a + b for a, b in zip(two, by_model, strict=True)]
-    assert scores(tokenizer, batch, model, [level_reward, length_reward]) == pytest.approx(three, abs=1e-4)
-
-
 @each([PAD, EOS])
 def test_the_reward_model_reads_the_stop_token(pad, tokenizer, make_reward_model):
     """With pad = eos a model that looks for padding would read the score one token early."""

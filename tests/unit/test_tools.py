@@ -306,24 +306,6 @@ def test_calls_of_a_message_run_at_the_same_time_and_are_answered_in_order():
     assert told(step(ToolEnvironment([meet, listen, speak]), *calls)) == ["heard", "a", "b", "spoken"]
 
 
-def test_a_plain_tool_does_not_hold_up_others():
-    def sleep() -> str:
-        """Sleep."""
-        time.sleep(0.5)
-        return "slept"
-
-    async def both() -> list[str]:
-        order = []
-        action = asyncio.create_task(ToolEnvironment([sleep]).step({"tool_calls": [call("sleep")]}))
-        action.add_done_callback(lambda _: order.append("slept"))
-        await asyncio.sleep(0.05)
-        order.append("meanwhile")
-        await action
-        return order
-
-    assert asyncio.run(both()) == ["meanwhile", "slept"]
-
-
 class Pair:
     def __str__(self) -> str:
         return "a pair"
@@ -347,18 +329,6 @@ def test_results_become_text(result, text):
 
     give.__annotations__.clear()
     assert told(step(ToolEnvironment([give]), call("give"))) == [text]
-
-
-def test_an_object_that_is_a_coroutine_function():
-    class Later:
-        __name__ = "later"
-
-        def __call__(self, a: int) -> Any:
-            return wait(a)
-
-    environment = ToolEnvironment([add])
-    environment._by_name = {"later": Later()}
-    assert told(step(environment, call("later", a=0))) == ["waited 0"]
 
 
 # Objects with methods

@@ -9,11 +9,11 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import alive
 
 from async_rlhf.config import ConfigError, ParallelConfig, RayConfig, VLLMConfig
 from async_rlhf.generation import vllm_engine
@@ -273,13 +273,6 @@ def test_a_process_of_vllms_ends_with_the_generator_that_has_started_it():
     os.kill(child, 0)
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while lives(child) and time.monotonic() < deadline:
+    while alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not lives(child)
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert not alive(child)

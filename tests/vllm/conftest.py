@@ -52,11 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def widen(model: torch.nn.Module) -> torch.nn.Module:
     """Weights wide enough that samples differ."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-    return model.eval()
+    return tiny.widened(model).eval()
 
 
 def new_policy(seed: int = 0, **changes: int) -> GPTNeoXForCausalLM:

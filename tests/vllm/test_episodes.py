@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -144,32 +142,6 @@ def test_an_agent_plays_the_same_by_a_process_and_a_server(server, make_args, to
     (url,) = URLS
     with pytest.raises(httpx.ConnectError):
         httpx.post(f"{url}/chat/completions", json={}, timeout=5.0)
-
-
-INLINE = """
-import sys
-sys.path[:0] = [{tests!r}, {parent!r}]
-import torch
-from test_episodes import EPISODES, new_args, train
-from tiny import byte_tokenizer
-torch.set_num_threads(1)
-train(new_args({out!r}, "inline", {{**EPISODES, "placement": "inline"}}, **{options!r}), byte_tokenizer())
-"""
-
-
-@pytest.mark.rare
-def test_inline_is_the_same_as_a_process(tmp_path, tokenizer):
-    """In a program of its own: vLLM's end in one process takes every other engine of the process along."""
-    options, here = {**EXACT, "staleness": 0}, Path(__file__).parent
-    script = INLINE.format(tests=str(here), parent=str(here.parent), out=str(tmp_path), options=options)
-    done = subprocess.run([sys.executable, "-c", script], timeout=180, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    process = train(new_args(tmp_path, "process", {**EPISODES, "placement": "process"}, **options), tokenizer)
-    inline = metrics_of(tmp_path / "inline")
-    assert [row["schedule/lag"] for row in inline] == [0] * BATCHES
-    assert min(row["episode/turns"] for row in inline) > 1
-    assert max(row["engine/logprob_difference"] for row in inline) < 1e-4
-    assert same_metrics(inline, [{k: v for k, v in row.items() if k in inline[0]} for row in process])
 
 
 @pytest.mark.parametrize("where", ["process", "server"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BATCHES, LONG, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, widen, worker_pids
+from conftest import BATCHES, SHORT, SHORT_BATCHES, metrics_of, new_args, run, same_metrics, widen, worker_pids
 from faulty_vllm import run_faulty_worker
 from tiny import PROMPTS, rare
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
@@ -50,14 +50,6 @@ def test_rewards_rise_and_every_batch_is_proven(undisturbed):
     assert len(probed) == 5  # of versions 0 (twice), 10, 20 and 30
     assert max(row["weights/probe_difference"] for row in probed) < 1e-4
     assert mean(undisturbed[-10:]) > mean(undisturbed[:4]) + 1.3
-
-
-@pytest.mark.rare
-def test_rewards_rise_as_with_the_other_engine(undisturbed, make_args, tokenizer):
-    """Other random numbers, so not the same. Last means of several seeds are 4.2 to 5.7, from 2.3, with either."""
-    theirs = run(make_args(generation={"engine": "transformers"}, **LONG), tokenizer, PROMPTS)
-    assert mean(theirs[-10:]) > mean(theirs[:4]) + 1.3
-    assert abs(mean(theirs[-10:]) - mean(undisturbed[-10:])) < 1
 
 
 def test_two_workers_sample_what_one_does(undisturbed, make_args, tokenizer):
