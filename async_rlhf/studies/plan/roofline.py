@@ -202,16 +202,16 @@ class Roofline:
         if split.in_turn or split.tensor_parallel > 1:
             return False
         try:
-            there = self.generate_seconds(split.generators, self._room_beside_next())
+            there = self.generate_seconds(split.generators, self._reduced_room())
         except DoesNotFitError:
             return False
         return there + self._loading(True) < self.generate_seconds(split.generators) + self._loading(False)
 
     def room_of(self, split: Split) -> float:
         """Bytes of a generator's device for weights, keys and values."""
-        return self._room_beside_next() if self.stages(split) else self._room()
+        return self._reduced_room() if self.stages(split) else self._room()
 
-    def _room_beside_next(self) -> float:
+    def _reduced_room(self) -> float:
         return min(self._room(), self.hardware.memory_gb * 1e9 - self._weights() - _CONTEXT)
 
     def degrees(self) -> tuple[int, ...]:
