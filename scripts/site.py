@@ -126,10 +126,16 @@ def names_page() -> Iterator[str]:
 
 
 def notebook_page(notebook: str) -> Iterator[str]:
-    """A notebook's cells, and where to get it."""
+    """A notebook's cells with what they printed and drew, and where to get it."""
     for number, cell in enumerate(json.loads(notebook)["cells"]):
         text = "".join(cell["source"])
         yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text")})
+            if "image/png" in data:
+                yield f'<img alt="What the cell draws" src="data:image/png;base64,{data["image/png"]}">'
+            else:
+                yield f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
         if number == 0:
             yield 'To run it: <a href="../notebook.ipynb" download>the notebook</a>.'
 
