@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -188,15 +189,16 @@ class OnlineConfig(SizesConfig):
     reward_timeout."""
     logging_steps: int = key(1, ge=1, role="log")
     """Batches between two lines in the log."""
-    save_steps: int = key(0, ge=0, may_change=_KEPT)
-    """Batches between two checkpoints; 0 saves the final model only."""
+    save_steps: int | None = key(None, ge=0, may_change=_KEPT, main="output")
+    """Batches between two checkpoints; 0 for the final model alone; null for a tenth of the run, of which the newest
+    one is kept."""
     save_total_limit: int | None = key(None, ge=1, may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)
     """Whether a larger value of metric_for_best_model is better."""
-    eval_steps: int = key(0, ge=0, may_change=_EVALUATION)
+    eval_steps: int = key(0, ge=0, may_change=_EVALUATION, main="output")
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
     with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
     and one more copy of the weights is held until then. Every completion goes to eval_samples.jsonl, with its score."""
@@ -420,6 +422,17 @@ class OnlineConfig(SizesConfig):
     def own_devices(self) -> set[str]:
         """The devices that frozen models have for themselves."""
         return {name for name in (self.reward_model_device, self.reference_device) if name not in (None, "learner")}
+
+    @property
+    def saves_every(self) -> int:
+        """Batches between two checkpoints; 0 for none."""
+        return math.ceil(self.num_batches / 10) if self.save_steps is None else self.save_steps
+
+    @property
+    def checkpoints_kept(self) -> int | None:
+        """How many, besides the best; None for all."""
+        newest_alone = self.save_steps is None and self.save_total_limit is None
+        return 1 if newest_alone else self.save_total_limit
 
     @property
     def evaluation_delay(self) -> int:

@@ -119,7 +119,7 @@ def of_setting(
     """
     run = parsed_run(config, keys, ", ".join(f"{name} {label}" for name, label in labels.items()) or "base")
     right = "must be above 0 with checkpoints: they are what is judged"
-    require(not checkpoints or run.train.save_steps > 0, "base.train.save_steps", run.train.save_steps, right)
+    require(not checkpoints or (run.train.save_steps or 0) > 0, "base.train.save_steps", run.train.save_steps, right)
     right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
     limit = run.train.save_total_limit
     require(not checkpoints or limit is None, "base.train.save_total_limit", limit, right)
