@@ -170,8 +170,7 @@ class SFTConfig(StageConfig):
         if self.model is not None:
             self.leaves_out([f"new_model.{item.name}" for item in fields(NewModelConfig)], "with model: none is made")
         if self.tokenizer is not None:
-            right = "with tokenizer, whose vocabulary is the model's"
-            self.new_model.leaves_out(["vocab_size"], right, "new_model.")
+            self.new_model.leaves_out(["vocab_size"], "with tokenizer, whose vocabulary is the model's", "new_model.")
 
 
 @configuration

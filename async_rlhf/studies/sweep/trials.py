@@ -74,8 +74,7 @@ def trials_of(config: SweepConfig) -> list[Trial]:
         for trial in of_setting(config, held_out, labels, keys, config.seeds, config.checkpoints)
     ]
     twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
-    right = "must differ from each other: two settings have the same name"
-    require(not twice, "settings", twice[:1], right)
+    require(not twice, "settings", twice[:1], "must differ from each other: two settings have the same name")
     return sorted(found, key=lambda one: config.seeds.index(one.seed))
 
 
