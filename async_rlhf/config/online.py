@@ -202,6 +202,8 @@ class OnlineConfig(SizesConfig):
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
     with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
     and one more copy of the weights is held until then. Every completion goes to eval_samples.jsonl, with its score."""
+    eval_on_start: bool = key(False, may_change=_EVALUATION)
+    """Evaluate before batch 1, too, with eval_steps; logged as batch 0. No checkpoint is the best by it."""
     eval_temperature: float | None = key(None, *TEMPERATURE, may_change=_EVALUATION)
     """Temperature of sampling in these evaluations, such as 0.01 for the likeliest answers; null for
     generation.temperature."""
@@ -307,6 +309,7 @@ class OnlineConfig(SizesConfig):
         right = 'must be a result of evaluations with early_stopping_patience, such as "eval_objective/scores"'
         self.require(not stops or name.startswith("eval_"), "metric_for_best_model", right)
         self.require(not stops or self.eval_steps > 0, "eval_steps", "must be at least 1 with early_stopping_patience")
+        self.require(not self.eval_on_start or self.eval_steps > 0, "eval_on_start", "must be false without eval_steps")
 
     def _check_generation(self) -> None:
         """Check what a place ignores, and what an engine needs to load adapters only and weights in flight."""

@@ -203,6 +203,10 @@ class TrainingLoop(Loop):
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
         rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
         self.evaluations.begin()  # behind the batches that this version samples, as before the run was stopped
+        if run.resumed is None and run.config.eval_on_start:
+            self.evaluations.ask(0)
+            if self.evaluations.is_due(0):
+                self._take_evaluation()
         started = time.monotonic()
         for batch in rollouts:
             run.callbacks.step_begin()
@@ -316,7 +320,8 @@ class TrainingLoop(Loop):
             self.logs[EPISODES].write(row)
         callbacks.table("eval_completions", rows[:TABLE_ROWS], batch)
         callbacks.log(self._log_metrics(metrics, batch), batch)
-        callbacks.evaluated(metrics, batch)
+        if batch > 0:
+            callbacks.evaluated(metrics, batch)
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()
