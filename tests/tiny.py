@@ -185,6 +185,7 @@ def new_args(
         "non_eos_penalty": False,
         "progress": False,
         "num_threads": 1,
+        "save_steps": 0,
         "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
     }
     return find(algorithm).config(**values | changes)

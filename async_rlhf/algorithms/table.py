@@ -15,6 +15,7 @@ from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config.base import ConfigError, require
 from async_rlhf.config.import_by_name import load_attribute
 from async_rlhf.config.online import OnlineConfig
+from async_rlhf.config.spelling import meant
 
 BUILT_IN = {
     "online_dpo": "online_dpo:ONLINE_DPO",
@@ -44,7 +45,8 @@ def find(name: str) -> Algorithm:
         return getattr(import_module(f"async_rlhf.algorithms.{module}"), attribute)
     right = f'must be one of {", ".join(BUILT_IN)}, or a record of your own as "module:RECORD" or "file.py:RECORD"'
     place, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
-    require(bool(place and colon and attribute), "algorithm", name, right)
+    like = meant(name, BUILT_IN, "") if isinstance(name, str) else ""
+    require(bool(place and colon and attribute), "algorithm", name, f"{right}{like}")
     found = _load(place, attribute, _state_of(place))
     if not isinstance(found, Algorithm):
         raise ConfigError(f"algorithm: got {name!r}, which is {found!r:.100}; {right}")

@@ -166,8 +166,7 @@ def models_of(config: HeldOutConfig) -> dict[str, str]:
     run = Path(config.run)
     paths = [*Checkpoints(run).all(), *([run / FINAL] if (run / FINAL).is_dir() else [])]
     there = {path.name: str(path) for path in paths}
-    right = f"must be the output folder of train, with checkpoints or {FINAL!r} in it"
-    require(bool(there), "run", config.run, right)
+    require(bool(there), "run", config.run, f"must be the output folder of train, with checkpoints or {FINAL!r} in it")
     for name in config.checkpoints:
         require(name in there, "checkpoints", name, f"must be among {', '.join(there)}")
     chosen = {name: path for name, path in there.items() if not config.checkpoints or name in config.checkpoints}

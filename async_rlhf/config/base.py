@@ -270,7 +270,19 @@ def _define_again(kind: type) -> None:
 
 
 def _as_list(value: Any, kind: Any) -> Any:
-    return list(value) if type(value) is tuple and not fits(value, kind) else value
+    if type(value) is tuple and not fits(value, kind):
+        return list(value)
+    # One name stands for a list of it.
+    return [value] if isinstance(value, str) and kind == list[str] else value
+
+
+def _dotted_names(kind: Any) -> Iterator[str]:
+    """The keys of a class and of its groups."""
+    hints = hints_of(kind)
+    for item in dataclasses.fields(kind):
+        hint = hints[item.name]
+        inner = _dotted_names(hint) if isinstance(hint, type) and issubclass(hint, Checked) else ()
+        yield from (item.name, *(f"{item.name}.{name}" for name in inner))
 
 
 def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
@@ -291,7 +303,7 @@ def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: 
         name = str(place)
         value = named[name] if name in named else default_of(kind, name) if name in names else None
     if name not in names:
-        return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, names, '')}")
+        return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, [*_dotted_names(kind)], '')}")
     if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return ConfigError(f"{name}: must be given")
     if first["type"] == "multiple_argument_values":

@@ -159,7 +159,7 @@ class TrainingConfig(SeededConfig, OnRanksConfig):
     """The type of the final model's files. "bfloat16" halves them; they then hold what generators in bfloat16 sample
     from. Checkpoints, a value model, and adapters beside the model stay in the type that is trained."""
     report_to: list[str] = key([], role="log", names="tracker")
-    """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"]."""
+    """transformers' integrations, e.g. ["wandb", "tensorboard", "trackio"], or one of them; "none" for none."""
     resume: bool = key(False, role="place", main="output")
     """Go on from the newest whole checkpoint of an interrupted command, bit for bit (on a GPU: with deterministic
     kernels); without one, start at the beginning."""
@@ -225,13 +225,13 @@ class EpisodesConfig(Checked):
 class WorldConfig(Checked):
     """What answers the policy."""
 
-    environment: str | None = key(None, names="function")
+    environment: str | None = key(None, names="function", main="data and models")
     """What answers the policy's messages until an episode is over, "module:Class" or "file.py:Class", optionally with
     literal keyword arguments. It may give rewards; max_turns says most answers of the policy."""
-    tools: list[str] = key([], names="function")
+    tools: list[str] = key([], names="function", main="data and models")
     """Instead of an environment, functions that the policy may call, as "module:function" or "file.py:function". Some
     come along, in async_rlhf.tasks.tools."""
-    agent: str | None = key(None, names="function")
+    agent: str | None = key(None, names="function", main="data and models")
     """Instead, an agent, "module:function" or "file.py:function": an async function of a client and a row, which asks
     the policy by an OpenAI-compatible endpoint and returns a reward."""
 

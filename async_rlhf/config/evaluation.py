@@ -108,8 +108,7 @@ class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
             self.leaves_out(_SAMPLED, "with generations, which were sampled already")
             OnRanksConfig.check(self)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
-        right = f"must be one of the models: {', '.join(self.models)}"
-        self.require(known, "reference", right)
+        self.require(known, "reference", f"must be one of the models: {', '.join(self.models)}")
         right = "must be null with an environment, tools or an agent: a reward model reads one answer; use reward_funcs"
         self.require(not self.plays or self.reward_model is None, "reward_model", right)
         if self.judge.url is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -188,18 +189,21 @@ class OnlineConfig(SizesConfig):
     reward_timeout."""
     logging_steps: int = key(1, ge=1, role="log")
     """Batches between two lines in the log."""
-    save_steps: int = key(0, ge=0, may_change=_KEPT)
-    """Batches between two checkpoints; 0 saves the final model only."""
+    save_steps: int | None = key(None, ge=0, may_change=_KEPT, main="output")
+    """Batches between two checkpoints; 0 for the final model alone; null for a tenth of the run, of which the newest
+    one is kept."""
     save_total_limit: int | None = key(None, ge=1, may_change=_KEPT)
     """Checkpoints to keep, the newest and the best; null for all."""
     metric_for_best_model: str | None = key(None, may_change=_KEPT)
     """A metric, such as "eval_objective/scores"; the checkpoint where it was best is kept."""
     greater_is_better: bool = key(True, may_change=_KEPT)
     """Whether a larger value of metric_for_best_model is better."""
-    eval_steps: int = key(0, ge=0, may_change=_EVALUATION)
+    eval_steps: int = key(0, ge=0, may_change=_EVALUATION, main="output")
     """Batches between two evaluations on eval_dataset; 0 evaluates at the end only. Generators answer beside training,
     with just the weights of that batch; the result is logged, under that batch's number, staleness + 1 batches later,
     and one more copy of the weights is held until then. Every completion goes to eval_samples.jsonl, with its score."""
+    eval_on_start: bool = key(False, may_change=_EVALUATION)
+    """Evaluate before batch 1, too, with eval_steps; logged as batch 0. No checkpoint is the best by it."""
     eval_temperature: float | None = key(None, *TEMPERATURE, may_change=_EVALUATION)
     """Temperature of sampling in these evaluations, such as 0.01 for the likeliest answers; null for
     generation.temperature."""
@@ -305,6 +309,7 @@ class OnlineConfig(SizesConfig):
         right = 'must be a result of evaluations with early_stopping_patience, such as "eval_objective/scores"'
         self.require(not stops or name.startswith("eval_"), "metric_for_best_model", right)
         self.require(not stops or self.eval_steps > 0, "eval_steps", "must be at least 1 with early_stopping_patience")
+        self.require(not self.eval_on_start or self.eval_steps > 0, "eval_on_start", "must be false without eval_steps")
 
     def _check_generation(self) -> None:
         """Check what a place ignores, and what an engine needs to load adapters only and weights in flight."""
@@ -420,6 +425,17 @@ class OnlineConfig(SizesConfig):
     def own_devices(self) -> set[str]:
         """The devices that frozen models have for themselves."""
         return {name for name in (self.reward_model_device, self.reference_device) if name not in (None, "learner")}
+
+    @property
+    def saves_every(self) -> int:
+        """Batches between two checkpoints; 0 for none."""
+        return math.ceil(self.num_batches / 10) if self.save_steps is None else self.save_steps
+
+    @property
+    def checkpoints_kept(self) -> int | None:
+        """How many, besides the best; None for all."""
+        newest_alone = self.save_steps is None and self.save_total_limit is None
+        return 1 if newest_alone else self.save_total_limit
 
     @property
     def evaluation_delay(self) -> int:

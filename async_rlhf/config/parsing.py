@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
@@ -179,7 +179,7 @@ class _Values:
     def put_words(self, words: Sequence[str]) -> None:
         """Set keys by ``--key value`` and ``--key=value``. Of a list each word is one element, or all as YAML."""
         begun: set[str] = set()
-        for key, text in _pairs(words):
+        for key, text in _pairs(words, {name for name, hint in self._options.items() if hint is bool}):
             name, added = key.removesuffix("+"), key.endswith("+")
             free = next((one for one in self._options if key.startswith(f"{one}.") and self._is_free(one)), None)
             if free is None and name not in {*self._options, *self.groups}:
@@ -227,16 +227,18 @@ def _with(values: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
     return held | {first: _with(held.get(first), rest, value) if rest else value}
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every key of a command line, and the text of its value."""
-    rest = iter(words)
-    for word in rest:
+def _pairs(words: Sequence[str], switches: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Every key of a command line, and the text of its value; "true" for a switch without one."""
+    rest = list(reversed(words))
+    while rest:
+        word = rest.pop()
         key, equals, value = word.partition("=")
         if not word.startswith("--") or word == "--":
             raise ConfigError(f"got {word!r:.200}; must be --key value or --key=value")
         if not equals:
-            value = next(rest, "--")
-            require(not value.startswith("--"), key, "", "must have a value behind it")
+            has_value = bool(rest) and not rest[-1].startswith("--")
+            require(has_value or key[2:] in switches, key, "", "must have a value behind it")
+            value = rest.pop() if has_value else "true"
         yield key[2:], value
 
 
@@ -346,10 +348,23 @@ def _head(kind: type[Checked], command: str) -> list[str]:
 
 
 def _explained(option: Option, text: str) -> list[str]:
-    kind = f"{spelt(option.hint)}, " if get_origin(option.hint) is Literal else ""
     default = "required" if option.default is MISSING else f"default: {json.dumps(option.default, default=str)}"
     wide = {"width": _width(), "initial_indent": " " * 6, "subsequent_indent": " " * 6}
-    return [f"  --{option.key} ", *textwrap.wrap(f"{text} ({kind}{default})", **wide)]  # type: ignore[arg-type]
+    return [f"  --{option.key} {_metavar(option.hint)}".rstrip(), *textwrap.wrap(f"{text} ({default})", **wide)]  # type: ignore[arg-type]
+
+
+def _metavar(hint: Any) -> str:
+    """What the value of an option is, in a word."""
+    if get_origin(hint) is list:
+        return f"{_metavar(get_args(hint)[0])} ..."
+    if get_origin(hint) in (Union, types.UnionType):
+        words = (_metavar(option) for option in get_args(hint) if option is not type(None))
+        return "|".join(dict.fromkeys(word for word in words if word))
+    if get_origin(hint) is Literal:
+        return "|".join(str(option).lower() for option in get_args(hint))
+    return {bool: "[true|false]", int: "INT", float: "FLOAT", str: "TEXT", dict: "YAML"}.get(
+        get_origin(hint) or hint, ""
+    )
 
 
 def _width() -> int:

@@ -25,8 +25,27 @@ _ELSEWHERE = {
     "use_vllm": "train.generation.engine",
     "per_device_batch_size": "train.per_device_train_batch_size",
     "sharded": "model.strategy",
+    "beta": "train.kl.coef",
+    "epsilon": "train.cliprange",
+    "epsilon_high": "train.cliprange_high",
+    "optim": "train.optimizer",
+    "eval_strategy": "train.eval_steps",
+    "save_strategy": "train.save_steps",
+    "log_completions": "train.num_samples_logged",
+    "mask_truncated_completions": "train.mask_truncated",
+    "generation_batch_size": "train.completions_per_batch",
+    "peft_config": "train.lora.rank",
+    "chat_template_kwargs": "train.chat.template_arguments",
+    "warmup_ratio": "train.warmup_steps",
+    "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
 }
 """What other trainers, or earlier versions, call a key, and our name for it."""
+_OF_OTHERS = {
+    "loss_type": "the algorithm says it: GRPOConfig, DrGRPOConfig, CISPOConfig, GSPOConfig; docs/names.md lists TRL's",
+    "importance_sampling_level": "GSPOConfig has ratios of whole completions",
+    "remove_unused_columns": "leave it out: every column reaches the reward functions",
+}
+"""What other trainers call a choice that is no key here, and where it is made."""
 
 DROPPED: dict[str, str] = {
     "curriculum": "sort the data, or train on the prompts whose rewards differ, with trained_prompts",
@@ -90,6 +109,8 @@ def meant(key: str, known: Collection[str], dashes: str) -> str:
     """
     if end := dropped(key):
         return f"; {end}"
+    if elsewhere := _OF_OTHERS.get(key.rpartition(".")[2]):
+        return f"; {elsewhere}"
     found = nearest(key, known)
     return "" if found is None else f"; did you mean {dashes}{found}?"
 
@@ -100,8 +121,10 @@ def nearest(key: str, known: Collection[str]) -> str | None:
     alike = [name for name in known if name.rpartition(".")[2] == last]
     if alike:  # the one nearest to the top, as train.num_threads before train.generation.num_threads
         return min(alike, key=lambda name: (name.count("."), name))
-    if _ELSEWHERE.get(last) in known:
-        return _ELSEWHERE[last]
+    ours = _ELSEWHERE.get(last, "")
+    for each in (ours, ours.removeprefix("train.")):  # in Python without
+        if each in known:
+            return each
     whole = difflib.get_close_matches(key, known, 1, 0.75)
     lasts = {name.rpartition(".")[2]: name for name in sorted(known, key=lambda name: -name.count("."))}
     part = difflib.get_close_matches(last, lasts, 1, 0.7)

@@ -81,8 +81,9 @@ class StageConfig(TrainRowsConfig, TrainingConfig, RepeatableConfig):
     adapters are also saved beside it; a reward model's are not, as they would lack the head."""
     logging_steps: float = key(20, _STEPS, gt=0, role="log")
     """Optimiser steps between two lines in the log, below 1 a share of all steps."""
-    save_steps: int = key(0, ge=0, role="place")
-    """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none."""
+    save_steps: int | None = key(None, ge=0, role="place")
+    """Optimiser steps between two checkpoints, of which the newest is kept until the stage is done; 0 for none,
+    null for a tenth of all."""
     seed = key(0, main="training")
     """Seed of order and initialisation, and of what a model draws while it trains, such as noise on routers."""
 
@@ -169,8 +170,7 @@ class SFTConfig(StageConfig):
         if self.model is not None:
             self.leaves_out([f"new_model.{item.name}" for item in fields(NewModelConfig)], "with model: none is made")
         if self.tokenizer is not None:
-            right = "with tokenizer, whose vocabulary is the model's"
-            self.new_model.leaves_out(["vocab_size"], right, "new_model.")
+            self.new_model.leaves_out(["vocab_size"], "with tokenizer, whose vocabulary is the model's", "new_model.")
 
 
 @configuration

@@ -111,8 +111,7 @@ class Supervisor:
         """
         with self._members:
             numbers = [worker.number for worker in self._staying()]
-            right = f"must be one of {', '.join(map(str, numbers))}"
-            require(number in numbers, "worker", number, right)
+            require(number in numbers, "worker", number, f"must be one of {', '.join(map(str, numbers))}")
             require(len(numbers) > 1, "worker", number, "must leave another one")
             (worker,) = (worker for worker in self._staying() if worker.number == number)
             self._stopping.append(worker)

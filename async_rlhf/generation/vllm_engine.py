@@ -74,8 +74,7 @@ def gpu_environment(devices: Sequence[str], key: str = "generation.device") -> d
     for device in devices:
         index = int(device.partition(":")[2] or 0)
         gpus = visible.split(",") if visible else [str(i) for i in range(index + 1)]
-        right = f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}"
-        require(index < len(gpus), key, device, right)
+        require(index < len(gpus), key, device, f"must be one of the GPUs in CUDA_VISIBLE_DEVICES={visible}")
         seen.append(gpus[index])
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 

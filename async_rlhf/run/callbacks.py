@@ -110,8 +110,8 @@ def training_arguments(
         max_steps=config.num_batches,
         logging_strategy="steps",
         logging_steps=config.logging_steps,
-        save_strategy="steps" if config.save_steps else "no",
-        save_steps=config.save_steps or 500,
+        save_strategy="steps" if config.saves_every else "no",
+        save_steps=config.saves_every or 500,
         metric_for_best_model=config.metric_for_best_model,
         eval_strategy="steps" if config.eval_steps else "no",
         eval_steps=config.eval_steps or None,
@@ -244,7 +244,7 @@ class Callbacks:
         self.state = OnlineTrainerState(
             max_steps=config.num_batches,
             logging_steps=config.logging_steps,
-            save_steps=config.save_steps or 500,
+            save_steps=config.saves_every or 500,
             eval_steps=config.eval_steps or 500,
         )
         self.control = TrainerControl()

@@ -201,7 +201,7 @@ class RunFolder:
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
-            Checkpoints(self.path).delete_old(self.config.save_total_limit, wanted)
+            Checkpoints(self.path).delete_old(self.config.checkpoints_kept, wanted)
         with whole_file(self.path / _WRITTEN) as file:
             json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
 

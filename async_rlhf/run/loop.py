@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -64,14 +65,14 @@ class Loop:
         run: this rank's part of what is trained.
         trace: records the spans.
         logs: open files by name, on rank 0.
-        stop_asked: returns True once this rank has been told to save and end.
+        stop_asked: returns the number of the signal that has told this rank to save and end, or 0.
         saves: writes sharded checkpoints beside training; None for whole ones.
     """
 
     run: Training
     trace: Trace
     logs: Mapping[str, JsonLines]
-    stop_asked: Callable[[], bool]
+    stop_asked: Callable[[], int]
     saves: ShardedSaves | None
 
     @abstractmethod
@@ -119,7 +120,7 @@ class Loop:
             if run.ranks.is_main:
                 run.callbacks.note_best(path, self._evaluating)
             resume = self._resume_state(state.global_step)
-            delete_old = partial(checkpoints.delete_old, run.config.save_total_limit, run.callbacks.kept)
+            delete_old = partial(checkpoints.delete_old, run.config.checkpoints_kept, run.callbacks.kept)
             if self.saves is not None:  # all that goes into a checkpoint is copied, and written beside training
                 require_hold(run.hold)
                 now = [] if resume is None else [run.callbacks.save_state, *self._other_writers, resume.write_state]
@@ -164,11 +165,16 @@ class Loop:
             self._log(batch, metrics, control.should_log)
         self._evaluate(control, state.global_step)
         # Asked once: it may become true at any moment, and on one rank alone.
-        stop = any(run.ranks.gather("end?", self.stop_asked()))
+        asked = run.ranks.gather("end?", self.stop_asked())
+        stop = any(asked)
         if run.ranks.broadcast("save?", lambda: stop or (control.should_save and self._saves_now)):
             self.save()
         if stop:
             self._finish_save(wait=True)
+            saved = f"{Checkpoints(run.folder.path).path(state.global_step).name} is saved; resume goes on from there"
+            if signal.SIGINT in asked:
+                raise KeyboardInterrupt(saved)
+            logger.info("%s", saved)
             raise SystemExit(0)
         return run.ranks.broadcast("stop?", lambda: control.should_training_stop)
 
@@ -197,6 +203,10 @@ class TrainingLoop(Loop):
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
         rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
         self.evaluations.begin()  # behind the batches that this version samples, as before the run was stopped
+        if run.resumed is None and run.config.eval_on_start:
+            self.evaluations.ask(0)
+            if self.evaluations.is_due(0):
+                self._take_evaluation()
         started = time.monotonic()
         for batch in rollouts:
             run.callbacks.step_begin()
@@ -310,7 +320,8 @@ class TrainingLoop(Loop):
             self.logs[EPISODES].write(row)
         callbacks.table("eval_completions", rows[:TABLE_ROWS], batch)
         callbacks.log(self._log_metrics(metrics, batch), batch)
-        callbacks.evaluated(metrics, batch)
+        if batch > 0:
+            callbacks.evaluated(metrics, batch)
 
     def _schedule_metrics(self, batch: Batch, seconds: float) -> dict[str, float]:
         spans = self.trace.take_seconds()

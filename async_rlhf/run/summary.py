@@ -37,8 +37,11 @@ def _scores(name: str, lines: Sequence[Mapping[str, Any]], key: str, count: int)
     ends = [sum(line[key] for line in part) / count for part in (lines[:count], lines[-count:])]
     if len(lines) == 1:
         return [f"{name}: {ends[1]:.3f}"]
-    where = "the first and the last" if count == 1 else f"the first and the last {count}"
-    return [f"{name}: {ends[0]:.3f} -> {ends[1]:.3f} ({where} logged)"]
+    where = "the first and the last logged" if count == 1 else f"the first and the last {count} logged"
+    if key == HELD_OUT:
+        first, last = (int(line["batch"]) for line in (lines[0], lines[-1]))
+        where = f"after batch {first} and {last}" if first else f"before training and after batch {last}"
+    return [f"{name}: {ends[0]:.3f} -> {ends[1]:.3f} ({where})"]
 
 
 WARM_UP = 2

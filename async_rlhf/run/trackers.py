@@ -166,7 +166,9 @@ def tracker_callbacks(
     if "mlflow" in names and project and "MLFLOW_EXPERIMENT_NAME" not in os.environ:
         importlib.import_module("mlflow").set_experiment(project)
     return {
-        name: TRACKED[name](found.get(name)) if name in TRACKED else INTEGRATION_TO_CALLBACK[name] for name in names
+        name: TRACKED[name](found.get(name)) if name in TRACKED else INTEGRATION_TO_CALLBACK[name]
+        for name in names
+        if name != "none"
     }
 
 

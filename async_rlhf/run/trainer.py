@@ -161,8 +161,8 @@ class OnlineTrainer:
     def train(self) -> OnlineTrainerState:
         """Run the whole training, or what is left of it, once. The policy is then in ``<output_dir>/final``.
 
-        On SIGTERM or SIGHUP it writes a checkpoint after the current batch and exits with code 0; the run can then be
-        resumed. With several ranks, all must call it.
+        On Ctrl-C, SIGTERM or SIGHUP it writes a checkpoint after the current batch, from which the run can be resumed;
+        then it raises KeyboardInterrupt, or exits with code 0. With several ranks, all must call it.
 
         Returns:
             The final state.

@@ -202,6 +202,8 @@ def check_integrations(names: Sequence[str]) -> None:
 
 def _check_integration(name: str, key: str) -> None:
     modules = _MODULES.get(name, ())
+    if name == "none":
+        return
     if not modules:
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 

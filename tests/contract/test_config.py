@@ -135,7 +135,14 @@ LAST_DIGITS = {"device", "reward_model_device", "reference_device", "num_threads
 LAST_DIGITS |= {"generation.num_threads", "generation.vllm.tensor_parallel_size"}
 LONGER_OR_KEPT = {"total_episodes", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"}
 SERVED = {"engine": "vllm", "placement": "server", "urls": ["http://a"]}
-LONGER_OR_KEPT |= {"batches", "export_dtype", "eval_steps", "eval_temperature", "eval_samples_per_prompt"}
+LONGER_OR_KEPT |= {
+    "batches",
+    "export_dtype",
+    "eval_steps",
+    "eval_temperature",
+    "eval_samples_per_prompt",
+    "eval_on_start",
+}
 LONGER_OR_KEPT |= {"early_stopping_patience", "num_train_epochs", "reward_timeout", "chat.now", "reward_retries"}
 LONGER_OR_KEPT |= {"generation.step_timeout"}
 

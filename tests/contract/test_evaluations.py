@@ -24,6 +24,7 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.loading import load_policy
 from async_rlhf.run.schedule import StaleWeightsError
+from async_rlhf.run.summary import training_summary
 from async_rlhf.run.trainer import OnlineTrainer
 
 HELD = [{"query": f"def held{i}(x{'y' * (i % 3)}):", "name": f"h{i}", "held": True} for i in range(5)]
@@ -75,6 +76,31 @@ def answers_of(args: OnlineConfig, tokenizer, batch: int) -> list[tuple[str, str
     policy = load_policy(f"{args.output_dir}/checkpoint-{batch}")
     samples = [sample for group in TransformersEngine(policy, params).generate(asked) for sample in group]
     return [(text, s.finish_reason) for s, text in zip(samples, decode_samples(tokenizer, samples), strict=True)]
+
+
+@pytest.mark.parametrize("placement", ["inline", "process"])
+def test_before_batch_1_the_starting_policy_answers_and_nothing_else_changes(
+    make_policy, tokenizer, prompts, make_args, placement
+):
+    found = {}
+    for start in (False, True):
+        args = make_args(f"{start}", {"placement": placement}, staleness=int(placement == "process"),
+                         eval_on_start=start, save_steps=1, metric_for_best_model="eval_objective/scores",
+                         **EVERY_TWO)  # fmt: skip
+        trainer = train(make_policy, tokenizer, prompts, args)
+        assert not (trainer.callbacks.state.best_model_checkpoint or "").endswith("checkpoint-0")
+        found[start] = lines(args, "metrics.jsonl")
+    early = [row for row in found[True] if row["batch"] == 0]
+    assert [row["episode"] for row in early] == [0]
+    assert [row for row in found[True] if row not in early] == found[False]
+    params = SamplingParams(3, 0.4, 12, (256,), args.seed)
+    stream = PromptStream(HELD, tokenizer, shuffle=False)
+    asked = [stream.prompt(draw) for draw in range(len(HELD))]
+    samples = [s for group in TransformersEngine(make_policy(), params).generate(asked) for s in group]
+    table = [row for row in lines(args, "eval_samples.jsonl") if row["batch"] == 0]
+    assert [row["completion"] for row in table] == list(decode_samples(tokenizer, samples))
+    assert "held-out reward: " in (said := training_summary(Path(args.output_dir), "final", "metrics.jsonl", 1.0))
+    assert "(before training and after batch 6)" in said
 
 
 @pytest.mark.parametrize(("staleness", "due"), [(0, (3, 5, 6)), (1, (4, 6, 6)), (2, (4, 6, 6))])

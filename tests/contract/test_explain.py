@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_without_checkpoints_it_repeats_the_run_from_its_beginning(train, algori
     first = run_explain(ExplainConfig(str(run), batch=1, top=0))
     assert first["repeated"]["compared"] == [1, 2, 3, 4, 5, 6]
     assert first["step"]["without_gradient"]["change"] == pytest.approx(1.0)  # nothing is left of earlier batches
+
+
+def test_a_run_is_explained_from_another_folder_than_it_was_started_in(train, tmp_path, monkeypatch):
+    run = train(save_steps=2)
+    text = (run / "run.yml").read_text()
+    assert f"output_dir: {run}" in text
+    assert f"train: {run.parent}/" in text
+    (run / "run.yml").write_text(text.replace(f"{run.parent}/", ""))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    given = os.path.relpath(run)
+    found = run_explain(ExplainConfig(given, batch=3, after=0, top=0, output_dir="here"))
+    assert (found["run"], found["repeated"]["compared"]) == (given, [1, 2, 3])
+    assert (tmp_path / "elsewhere" / "here" / "explain-3.json").is_file()
+    assert Path.cwd() == tmp_path / "elsewhere"
 
 
 def test_a_run_that_was_uploaded_is_repeated_without_uploads(train):

@@ -41,6 +41,7 @@ from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import verify
 from async_rlhf.run.schedule import StaleWeightsError
 from async_rlhf.studies.report.reading import read_run
+from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
 
 
@@ -158,7 +159,7 @@ def test_a_frozen_generator_blocks_neither_sending_nor_receiving(make_policy, to
             generator.collect(2)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
     make_policy, tokenizer, prompts, make_args, sent
 ):
@@ -173,7 +174,8 @@ def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
     args = make_args(staleness=2, generation={"max_restarts": 0})
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     try:
-        with pytest.raises(SystemExit, match=r"^0$"):
+        by_hand = pytest.raises(KeyboardInterrupt, match="checkpoint-2 is saved; resume goes on from there")
+        with by_hand if sent == signal.SIGINT else pytest.raises(SystemExit, match=r"^0$"):
             trainer_for(make_policy, tokenizer, prompts, args, callbacks=[TerminateAll()]).train()
         hangs_up = signal.getsignal(signal.SIGHUP)
     finally:
@@ -182,6 +184,19 @@ def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
     assert hangs_up == (signal.SIG_IGN if sent == signal.SIGHUP else signal.SIG_DFL)
     verify(Path(args.output_dir) / "checkpoint-2")
     assert generator_pids() == set()
+
+
+def test_the_same_signal_twice_ends_at_once():
+    """But SIGTERM, which a launcher sends after Ctrl-C, does not."""
+    before = signal.getsignal(signal.SIGINT)
+    with ending_on_signals() as asked:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked() == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked() == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_too_many_deaths_end_the_run(make_policy, tokenizer, prompts, make_args):
@@ -716,17 +731,29 @@ def test_under_nohup_a_run_goes_on(command, tmp_path):
         learner.kill()
 
 
-def test_ctrl_c_twice_ends_at_once(started):
-    """After the first one the command waits some seconds for a generator that does not react."""
+def test_ctrl_c_saves_and_says_so(started):
+    learner, out, _ = started
+    learner.send_signal(signal.SIGINT)
+    errors = learner.communicate(timeout=60)[1]
+    (checkpoint,) = Checkpoints(out).all()
+    assert learner.returncode == 130
+    assert "Ctrl-C: a checkpoint follows after this batch" in errors
+    assert f"async-rlhf train: interrupted: {checkpoint.name} is saved; resume goes on from there" in errors
+    verify(checkpoint)
+
+
+def test_ctrl_c_twice_ends_without_a_checkpoint_and_three_times_at_once(started):
+    """After the second one the command waits some seconds for a generator that does not react."""
     learner, _, _ = started
     processes = descendants(learner.pid)
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):
+        learner.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert learner.poll() is None
     learner.send_signal(signal.SIGINT)
-    time.sleep(1)
-    assert learner.poll() is None
-    learner.send_signal(signal.SIGINT)
-    assert learner.wait(timeout=3.5) == 130  # without the second it would take 5 s
+    assert learner.wait(timeout=3.5) == 130  # without the third it would take 5 s
     for pid in processes:
         os.kill(pid, signal.SIGCONT)
     deadline = time.monotonic() + 60

@@ -14,6 +14,7 @@ import pytest
 from tables import each
 from tiny import PROMPTS
 
+from async_rlhf import GRPOConfig
 from async_rlhf.algorithms.table import BUILT_IN
 from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
@@ -23,6 +24,7 @@ from async_rlhf.config.spelling import _ELSEWHERE, DROPPED, kept
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import RunConfig
+from async_rlhf.run.trackers import tracker_callbacks
 from async_rlhf.studies.plan.config import PlanConfig
 from async_rlhf.system import names
 
@@ -158,6 +160,52 @@ def test_names_of_other_trainers_lead_to_keys():
     assert set(_ELSEWHERE.values()) <= known
 
 
+@each(
+    [
+        ("num_generations", 4, "did you mean samples_per_prompt?"),
+        ("max_completion_length", 9, "did you mean generation.response_length?"),
+        ("temperature", 0.5, "did you mean generation.temperature?"),
+        ("beta", 0.1, "did you mean kl.coef?"),
+        ("max_steps", 3, "did you mean batches?"),
+        ("use_vllm", True, "did you mean generation.engine?"),
+        ("eval_strategy", "steps", "did you mean eval_steps?"),
+        ("peft_config", None, "did you mean lora.rank?"),
+        ("warmup_ratio", 0.1, "did you mean warmup_steps?"),
+        ("loss_type", "dapo", "the algorithm says it: GRPOConfig, DrGRPOConfig"),
+    ]
+)
+def test_they_do_in_python_too(name, value, said):
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: GRPOConfig has no such key; ") + f".*{re.escape(said)}"):
+        GRPOConfig(**{name: value})
+
+
+def test_one_name_stands_for_a_list_of_it():
+    assert GRPOConfig(report_to="wandb").report_to == ["wandb"]
+    names.check_integrations(GRPOConfig(report_to="none").report_to)
+    assert tracker_callbacks(["none"], None, {}) == {}
+
+
+def test_a_switch_needs_no_value(capsys):
+    code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", "--train.resume", "--train.seed", "3")
+    assert (code, "resume: true" in said, "seed: 3" in said) == (0, True, True)
+    assert "resume: true" in ends(capsys, "train", "--config", "recipe.yml", "--dry-run", "--train.resume")[1]
+    code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", "--train.seed", "--train.resume")
+    assert (code, "--train.seed: got ''; must have a value behind it" in said) == (2, True)
+
+
+def test_commands_and_algorithms_are_guessed(capsys):
+    assert "did you mean train?" in ends(capsys, "trian")[1]
+    words = ("train", "--config", "recipe.yml", "--algorithm", "gropo", "--dry-run")
+    assert "did you mean grpo?" in ends(capsys, *words)[1]
+
+
+def test_the_help_says_what_a_value_is(capsys):
+    said = ends(capsys, "train", "--help-all")[1]
+    for line in ("staleness INT", "trace [true|false]", "report_to TEXT ...", "learning_rate FLOAT"):
+        assert f"--train.{line}" in said
+    assert "--train.hub_strategy end|every_save|" in said
+
+
 @pytest.mark.quick
 @each(COMMANDS)
 def test_the_short_help_shows_what_matters(command, capsys):
@@ -173,7 +221,7 @@ def test_the_short_help_shows_what_matters(command, capsys):
         assert short == whole
         return
     assert set(shown) == set(main_keys)
-    assert 8 <= len(shown) <= 15
+    assert 8 <= len(shown) <= 20
     assert "--help-all explains all" in short
     assert len(short) < len(whole)
     for option in options:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -440,6 +440,24 @@ def test_what_killed_writers_of_a_small_file_left_is_deleted(tmp_path):
         first.write("1")
     assert [*tmp_path.iterdir()] == [path]
     assert path.read_text() == "1"
+
+
+def test_checkpoints_by_default_are_ten_of_which_the_newest_stays(make_policy, tokenizer, prompts, make_args):
+    saved: list[int] = []
+
+    class Saved(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            saved.append(state.global_step)
+
+    args = make_args(save_steps=None, batches=12, total_episodes=96)
+    trainer = OnlineDPOTrainer(
+        make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer, callbacks=[Saved()]
+    )
+    trainer.train()
+    assert saved == [2, 4, 6, 8, 10, 12]
+    assert [path.name for path in Checkpoints(Path(args.output_dir)).all()] == ["checkpoint-12"]
+    kept = [replace(args, **change).checkpoints_kept for change in ({"save_steps": 3}, {"save_total_limit": 4})]
+    assert kept == [None, 4]
 
 
 def test_a_file_that_several_write_at_once_is_there_whole(tmp_path):

@@ -147,7 +147,7 @@ TRAIN_CASES = [
     ({"save_steps": 0.25, "num_sample_generations": 5}, {"train.save_steps": 8, "train.eval_steps": 6}),
     ({"save_steps": 0.2, "num_sample_generations": 100}, {"train.save_steps": 7, "train.eval_steps": 1}),  # 6.4, up
     ({"save_steps": 12}, {"train.save_steps": 12}),
-    ({"save_strategy": "no"}, {"train.save_steps": None}),
+    ({"save_strategy": "no"}, {"train.save_steps": 0}),
     ({"save_strategy": "steps", "save_total_limit": 2}, {"train.save_total_limit": 2}),
     ({"num_sample_generations": 0}, {"train.eval_steps": 0, "train.eval_temperature": None, "data.eval": None,
                                      "data.eval_split": None}),
@@ -186,7 +186,7 @@ TRAIN_CASES = [
      {"train.lora.rank": 8, "train.lora.alpha": 16.0, "train.lora.target_modules": ["a", "b"]}),
     ({"use_peft": True}, {"train.lora.rank": 16}),
     ({"use_peft": False, "lora_r": 8}, {"train.lora.rank": 0}),
-    ({"sanity_check": True}, {"train.total_episodes": 32, "train.report_to": None, "train.save_steps": None,
+    ({"sanity_check": True}, {"train.total_episodes": 32, "train.report_to": None, "train.save_steps": 0,
                               "train.eval_steps": None, "train.eval_temperature": None, "data.eval": None,
                               "data.eval_split": None}),
 ]  # fmt: skip

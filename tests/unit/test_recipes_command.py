@@ -34,6 +34,13 @@ def test_other_names_are_refused(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_each_recipe_says_what_it_is(capsys):
+    run_recipes(RecipesConfig())
+    lines = capsys.readouterr().out.splitlines()
+    assert "docstrings/dr_grpo.yml" in [line.split()[0] for line in lines]
+    assert [line for line in lines if len(line.split()) < 3] == []
+
+
 def test_a_reader_that_stops_early_is_no_error():
     program = "from async_rlhf.cli import main; main(['recipes'])"
     started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

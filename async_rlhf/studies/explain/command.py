@@ -6,6 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,35 +65,45 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         free = config.overwrite or not file.exists()
         require(free, "output_dir", str(folder), f"has {file.name} already; set overwrite, or choose another folder")
     logged = read_metrics(run)
-    part = _part(config, run, original, max(logged, default=0))
-    _require_answers(config, part)
-    scores = {int(n): float(score) for n, score in config.what_if.items()}
-    start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
-    _say_from(part, start)
-    with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
-        found = Repetition(part, Path(scratch, "run"), keep=bool(scores))
-        ours = found.course.metrics
-        require_equal(ours, logged, config.batch)
-        other = None
-        if scores:
-            logger.info("explain: repeats them with the scores of what_if")
-            again = replace(part, window=range(0))
-            other = Repetition(again, Path(scratch, "what_if"), keep=True, scores=scores).course
-    account = {
-        "run": str(run),
-        "batch": config.batch,
-        "algorithm": original.algorithm,
-        "staleness": original.train.staleness,
-        "repeated": {
-            "from": None if part.checkpoint is None else part.checkpoint.name,
-            "batches": config.batch - start,
-            "after": max(ours) - config.batch,
-            "compared": [batch for batch in ours if batch in logged],
-        },
-        **_taken_apart(found, config, scores, other),
-    }
+    files = [file.resolve() for file in files]
+    with chdir(_started_in(run.resolve(), original.train.output_dir)):  # run.yml's paths are relative to it
+        part = _part(config, run.resolve(), original, max(logged, default=0))
+        _require_answers(config, part)
+        scores = {int(n): float(score) for n, score in config.what_if.items()}
+        start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
+        _say_from(part, start)
+        with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
+            found = Repetition(part, Path(scratch, "run"), keep=bool(scores))
+            ours = found.course.metrics
+            require_equal(ours, logged, config.batch)
+            other = None
+            if scores:
+                logger.info("explain: repeats them with the scores of what_if")
+                again = replace(part, window=range(0))
+                other = Repetition(again, Path(scratch, "what_if"), keep=True, scores=scores).course
+        account = {
+            "run": str(run),
+            "batch": config.batch,
+            "algorithm": original.algorithm,
+            "staleness": original.train.staleness,
+            "repeated": {
+                "from": None if part.checkpoint is None else part.checkpoint.name,
+                "batches": config.batch - start,
+                "after": max(ours) - config.batch,
+                "compared": [batch for batch in ours if batch in logged],
+            },
+            **_taken_apart(found, config, scores, other),
+        }
     _write(files, account, ours[config.batch])
     return account
+
+
+def _started_in(run: Path, output_dir: str) -> Path:
+    """The folder that a run was started in, if its output folder is still there below it; else the current one."""
+    place = Path(output_dir)
+    depth = len(place.parts)
+    above = not place.is_absolute() and run.parts[-depth:] == place.parts
+    return run.parents[depth - 1] if above else Path.cwd()
 
 
 def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> Part:

@@ -160,8 +160,7 @@ def find_times(config: PlanConfig) -> Source:
 
 def _recipe(path: str) -> RunConfig:
     """The recipe as a GPU decides what it leaves open."""
-    right = "must be the output folder of a run, or the YAML file of one"
-    require(Path(path).is_file(), "run", path, right)
+    require(Path(path).is_file(), "run", path, "must be the output folder of a run, or the YAML file of one")
     try:
         recipe = parse(RunConfig, "train", ["--config", path])[0]
     except ConfigError as error:

@@ -48,7 +48,7 @@ def _facts(run: ReadRun) -> dict[str, str]:
         "learning rate": f"{rate:g}, {get('lr_scheduler_type', '')}" if isinstance(rate, (int, float)) else "",
         "sampling": ", ".join(words.format(get(key)) for key, words in SAMPLING.items() if get(key) is not None),
         "score": _ends([row["objective/scores"] for row in run.rows if "objective/scores" in row], 10),
-        "held-out score": _ends([row["eval_objective/scores"] for row in run.evals if "eval_objective/scores" in row]),
+        "held-out score": ", ".join(_held_out(run)),
         "KL at the end": f"{last['objective/kl']:.3g} nats" if "objective/kl" in last else "",
         "seconds a batch": f"{sum(seconds) / len(seconds):.2f}" if seconds else "",
         "started": "".join(_when(start) + more for start in run.starts[:1]),
@@ -56,11 +56,19 @@ def _facts(run: ReadRun) -> dict[str, str]:
     }
 
 
-def _ends(values: Sequence[float], parts: int | None = None) -> str:
-    """Means over the first and the last of ``parts`` parts, or the first and the last value."""
+def _held_out(run: ReadRun) -> Iterator[str]:
+    """The first and the last evaluation."""
+    rows = [row for row in run.evals if "eval_objective/scores" in row]
+    for row in (*rows[:1], *rows[1:][-1:]):
+        when = f"after batch {row['batch']:.0f}" if row["batch"] else "before training"
+        yield f"{row['eval_objective/scores']:.3f} {when}"
+
+
+def _ends(values: Sequence[float], parts: int) -> str:
+    """Means over the first and the last of so many parts."""
     if len(values) < 2:
         return "".join(f"{value:.3f}" for value in values)
-    count = max(1, len(values) // parts) if parts else 1
+    count = max(1, len(values) // parts)
     return f"{sum(values[:count]) / count:.3f} at the start, {sum(values[-count:]) / count:.3f} at the end"
 
 

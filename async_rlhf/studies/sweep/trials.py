@@ -74,8 +74,7 @@ def trials_of(config: SweepConfig) -> list[Trial]:
         for trial in of_setting(config, held_out, labels, keys, config.seeds, config.checkpoints)
     ]
     twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
-    right = "must differ from each other: two settings have the same name"
-    require(not twice, "settings", twice[:1], right)
+    require(not twice, "settings", twice[:1], "must differ from each other: two settings have the same name")
     return sorted(found, key=lambda one: config.seeds.index(one.seed))
 
 
@@ -119,7 +118,7 @@ def of_setting(
     """
     run = parsed_run(config, keys, ", ".join(f"{name} {label}" for name, label in labels.items()) or "base")
     right = "must be above 0 with checkpoints: they are what is judged"
-    require(not checkpoints or run.train.save_steps > 0, "base.train.save_steps", run.train.save_steps, right)
+    require(not checkpoints or (run.train.save_steps or 0) > 0, "base.train.save_steps", run.train.save_steps, right)
     right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
     limit = run.train.save_total_limit
     require(not checkpoints or limit is None, "base.train.save_total_limit", limit, right)
