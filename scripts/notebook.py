@@ -1,6 +1,6 @@
 """Runs the notebook of the documentation and stores what its cells print and draw.
 
-    python scripts/notebook.py    # in a minute; needs matplotlib
+python scripts/notebook.py    # in a minute; needs matplotlib
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "docs" / "notebook.ipynb"
 
 
 def outputs_of(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a cell as a kernel does: what it and its child processes print, its figures, and the value of its last line."""
+    """Run a cell as a kernel does: what it and its child processes print, its figures, the value of its last line."""
     from matplotlib import pyplot
 
     tree = ast.parse(source)

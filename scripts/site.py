@@ -4,8 +4,8 @@
 
 Pages that lie outside docs/ and the notebook come along, links between all of them are kept, and links to code become
 its name. Two pages are made from the code: the keys of all commands, and the public names. Commands are coloured, and
-names break at their points and underscores. Figures follow the switch between light and dark. A link or an anchor that leads nowhere, a page that no menu has, and a search that does not find
-what it should, end the build.
+names break at their points and underscores. Figures follow the switch between light and dark. A link or an anchor that
+leads nowhere, a page that no menu has, and a search that does not find what it should, end the build.
 """
 
 from __future__ import annotations

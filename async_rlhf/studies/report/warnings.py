@@ -107,8 +107,8 @@ def _stays(run: ReadRun) -> Iterator[Warned]:
     if rise <= half:
         what, chance = ("has fallen", "") if rise < -half else ("has not risen", ", which may be chance")
         text = f"It was {first:.3g} in the first third of the batches and {last:.3g} in the last: {rise:+.3g} "
-        text += f"[{rise - half:+.3g}, {rise + half:+.3g}] (95%, over batches){chance}. Look at the starting model, the "
-        text += 'learning rate, ties and the room for answers: "The reward does not rise" in the documentation '
+        text += f"[{rise - half:+.3g}, {rise + half:+.3g}] (95%, over batches){chance}. Look at the starting model, "
+        text += 'the learning rate, ties and the room for answers: "The reward does not rise" in the documentation '
         yield Warned(f"The score {what}", f"{text}(docs/reward_does_not_rise.md) has them in order.")
 
 
