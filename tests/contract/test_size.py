@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_625, 30_384, 37_327, 16, 449
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_657, 30_416, 37_377, 16, 449
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_800
 """Of benchmarks/ and scripts/."""
