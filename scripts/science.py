@@ -37,8 +37,9 @@ from async_rlhf.studies.sweep.pictures import draw
 from async_rlhf.studies.sweep.results import Summary, summaries, table
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = DOCS / "science.md", DOCS / "stale_batches.md", DOCS.parent / "recipes" / "smollm" / "README.md"
 DATA = DOCS / "science"
+SMOLLM = DOCS.parent / "recipes" / "smollm" / "README.md"
+PAGES = DOCS / "science.md", DOCS / "stale_batches.md", DATA / "tables.txt", SMOLLM
 CERTIFY = DOCS.parent / "recipes" / "science" / "certify.yml"
 PRIMARY = ("online_dpo", "online_dpo, anchored")
 """What one loses to staleness less what the other does: named in recipes/science/robustness.yml before the runs."""

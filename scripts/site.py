@@ -3,9 +3,9 @@
     mkdocs build --strict     # make site
 
 Pages that lie outside docs/ and the notebook come along, links between all of them are kept, and links to code become
-its name. Two pages are made from the code: the keys of all commands, and the public names. Figures follow the switch
-between light and dark. A link or an anchor that leads nowhere, a page that no menu has, and a search that does not find
-what it should, end the build.
+its name. Two pages are made from the code: the keys of all commands, and the public names. Commands are coloured, and
+names break at their points and underscores. Figures follow the switch between light and dark. A link or an anchor that
+leads nowhere, a page that no menu has, and a search that does not find what it should, end the build.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from pygments.lexers.shell import BashLexer
+from pygments.token import Name
 
 import async_rlhf
 from async_rlhf.commands.table import COMMANDS, import_attribute
@@ -49,6 +51,16 @@ LINK = re.compile(
     r"(!?\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\])\((?!https?://|mailto:|#)(?P<path>[^)#\s]+)(?P<place>#[^)\s]*)?\)"
 )
 """A link, or a picture, to a file."""
+
+SHORT = 24
+"""Letters of code up to which it stays on one line."""
+BLOCK = re.compile(r"^```.*?^```$|(?<=\n\n)(?P<code>(?: {4}[^\n]*\n|\n(?= {4}))+)", re.MULTILINE | re.DOTALL)
+"""A fenced block, or one that is set off by spaces."""
+COMMAND = re.compile(r"(?:\$|async-rlhf|torchrun|accelerate|sbatch|python|make|pip|curl|ray|head|grep|export) ")
+BashLexer.tokens["basic"][:0] = [
+    (r"(?<=\s)--?[a-zA-Z][\w.-]*", Name.Attribute),
+    (r"(?m)^(?:async-rlhf|python|pip|make|torchrun)\b", Name.Function),
+]
 
 
 def keys_page() -> Iterator[str]:
@@ -114,10 +126,16 @@ def names_page() -> Iterator[str]:
 
 
 def notebook_page(notebook: str) -> Iterator[str]:
-    """A notebook's cells, and where to get it."""
+    """A notebook's cells with what they printed and drew, and where to get it."""
     for number, cell in enumerate(json.loads(notebook)["cells"]):
         text = "".join(cell["source"])
         yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text")})
+            if "image/png" in data:
+                yield f'<img alt="What the cell draws" src="data:image/png;base64,{data["image/png"]}">'
+            else:
+                yield f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
         if number == 0:
             yield 'To run it: <a href="../notebook.ipynb" download>the notebook</a>.'
 
@@ -154,7 +172,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             raise PluginError(f"{own}: {link['path']} is not there")
         return link["text"]
 
-    return LINK.sub(led, markdown)
+    def coloured(block: re.Match[str]) -> str:
+        code = re.sub("^ {4}", "", block["code"] or "", flags=re.M)
+        found = COMMAND.match(code)
+        language = "console" if found and found[0] == "$ " else "bash"
+        return f"```{language}\n{code}```\n" if found else block[0]
+
+    return BLOCK.sub(coloured, LINK.sub(led, markdown))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let short code stay on one line, and names go on after a point or underscore; the search has read them whole."""
+
+    def lined(code: re.Match[str]) -> str:
+        if len(code[1] or "") > SHORT:
+            return f"<code>{re.sub(r'(?<=[a-z0-9][._/=])(?=[a-z])', '<wbr>', code[1])}</code>"
+        return f'<code class="short">{code[1]}</code>' if code[1] else code[0]
+
+    return re.sub(r"<pre.*?</pre>|<code>([^<]*)</code>", lined, output, flags=re.DOTALL)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

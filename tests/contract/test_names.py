@@ -25,7 +25,7 @@ OURS = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row)})
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 OPTIONS = {option for command in ("train", "sft") for option in names_of(command)}
 RESULTS = (ROOT / "docs" / "commands" / "evaluate.md").read_text(encoding="utf-8")
-FOREIGN = {"loss_type", "importance_sampling_level"}
+FOREIGN = {"loss_type", "epsilon_high"}
 """TRL's, explained beside ours."""
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/algorithms/your_own.md, taken from the page, as a user would use it; and what is refused."""
+"""The example of docs/extend/algorithm.md, taken from the page, as a user would use it; and what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from async_rlhf.studies.plan.config import WorkloadConfig
 from async_rlhf.studies.plan.roofline import batch_of
 from async_rlhf.types import Experience, PolicyOutput
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "your_own.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "algorithm.md"
 SOURCE = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL).group(1)
 CONFIG = {
     "algorithm": "simpo.py:SIMPO",

@@ -518,9 +518,28 @@ def test_each_warning_has_its_figure_and_no_other_is_raised(changes, title, figu
         {**FLAT, **{key: value(i) if callable(value) else value for key, value in changes.items()}}
         for i in range(1, 41)
     ]
+    stays = [] if "objective/scores" in changes else ["The score has not risen"]
+    found = warnings([made(tmp_path, rows)])
+    assert [warned.title for warned in found] == [*stays, *([] if title is None else [title])]
+    assert all(figure in warned.text for warned in found[len(stays) :])
+
+
+@pytest.mark.parametrize(
+    ("score", "title", "figure"),
+    [
+        (lambda i: 0.01 * (i % 5), "The score has not risen", "0.02 in the first third of the batches and 0.0"),
+        (lambda i: 0.02 * (i % 5) + 0.0002 * i, "The score has not risen", "(95%, over batches), which may be chance"),
+        (lambda i: 0.02 * (i % 5) - 0.01 * i, "The score has fallen", "-0.2"),
+        (lambda i: 0.02 * (i % 5) + 0.01 * i, None, ""),
+        (lambda i: 0.02 * (i % 5) + min(0.01 * i, 0.1), None, ""),  # it rose, and stays
+    ],
+)
+def test_a_score_that_does_not_rise_beyond_chance(score, title, figure, tmp_path):
+    rows = [{**FLAT, "objective/scores": score(i)} for i in range(1, 41)]
     found = warnings([made(tmp_path, rows)])
     assert [warned.title for warned in found] == ([] if title is None else [title])
     assert all(figure in warned.text for warned in found)
+    assert not warnings([made(tmp_path, rows[:11])])  # too few to tell
 
 
 def test_a_penalty_that_falls_is_what_is_wanted(tmp_path):

@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from async_rlhf.run.warnings import FEWEST, IDLE, MANY, StartAndEnd, drifts, values_of
+from async_rlhf.commands.evaluation.statistics import t_quantile
+from async_rlhf.run.warnings import FEWEST, IDLE, MANY, Mean, StartAndEnd, drifts, values_of
 from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.plots import CHECKPOINT
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs
@@ -43,6 +44,8 @@ class Thresholds(NamedTuple):
 
 
 THRESHOLDS = Thresholds()
+ENOUGH = 12
+"""Logged batches from which a score should have risen."""
 
 
 class Warned(NamedTuple):
@@ -91,6 +94,22 @@ def _teaches_little(run: ReadRun) -> Iterator[Warned]:
         text = f"All completions of {share:.0%} of the last prompts score the same: nothing says which is better. Use a"
         text += " finer reward, harder or easier prompts, more samples_per_prompt or a higher temperature."
         yield Warned("Many prompts teach nothing", text)
+
+
+def _stays(run: ReadRun) -> Iterator[Warned]:
+    """The score of the last third of the batches is not above that of the first, beyond chance."""
+    scores = values_of(run.rows, "objective/scores")
+    third = len(scores) // 3
+    if len(scores) < ENOUGH:
+        return
+    first, last = Mean(scores[:third]), Mean(scores[-third:])
+    rise, half = last.mean - first.mean, t_quantile(third - 1) * math.hypot(first.error, last.error)
+    if rise <= half:
+        what, chance = ("has fallen", "") if rise < -half else ("has not risen", ", which may be chance")
+        text = f"It was {first:.3g} in the first third of the batches and {last:.3g} in the last: {rise:+.3g} "
+        text += f"[{rise - half:+.3g}, {rise + half:+.3g}] (95%, over batches){chance}. Look at the starting model, "
+        text += 'the learning rate, ties and the room for answers: "The reward does not rise" in the documentation '
+        yield Warned(f"The score {what}", f"{text}(docs/reward_does_not_rise.md) has them in order.")
 
 
 def _kl(run: ReadRun) -> Iterator[Warned]:
@@ -219,4 +238,4 @@ def _gold_falls(evaluation: Evaluation, runs: Sequence[ReadRun]) -> Iterator[War
             )
 
 
-RULES = (_teaches_little, _kl, _off_policy, _hacking, _engine, _steps, _speed, _record)
+RULES = (_stays, _teaches_little, _kl, _off_policy, _hacking, _engine, _steps, _speed, _record)
