@@ -10,7 +10,7 @@ PARALLEL = --numprocesses $(WORKERS) --max-worker-restart 0
 # Compiled once: hundreds of processes would each compile the package, and those of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-rest test-all durations test-quick test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-rest test-all durations test-quick test-newest test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -29,6 +29,20 @@ durations: setup    ## run all of these, and note how long each takes, which dec
 
 test-quick: setup   ## install, then run the laws, the oracles, the golden runs, and one fault of each kind
 	$(BIN)/python -m pytest -m 'quick and not rare' $(PARALLEL)
+
+# Packages without whose pins pip install . finds the newest; all others, torch too, are those of constraints.txt.
+UNPINNED = transformers datasets peft
+PINS_OF_THEM = '^($(subst $() ,|,$(UNPINNED)))=='
+NEWEST ?= .venv-newest
+
+test-newest:        ## the same with the newest transformers, datasets and peft, in an environment of its own
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet torch==2.13.0
+	grep -vE $(PINS_OF_THEM) constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --constraint $(NEWEST)/constraints.txt \
+		--editable '.[dev,report]' $(UNPINNED)
+	$(NEWEST)/bin/python -m pip freeze | grep -E $(PINS_OF_THEM)
+	env -u PYTHONPATH $(NEWEST)/bin/python -m pytest -m 'quick and not rare' $(PARALLEL)
 
 test-rare: setup    ## what takes long and seldom goes wrong: kills in every way, seven times the fuzzing, real sweeps
 	FUZZ_CASES=1400 $(BIN)/python -m pytest -m rare $(PARALLEL)
@@ -135,4 +149,4 @@ audit:              ## whether the pinned versions have known vulnerabilities; w
 	@.audit/bin/python scripts/audit.py
 
 clean:              ## remove what make setup made; results in runs/ stay
-	rm -rf $(VENV) .audit build site dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) .audit build site dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

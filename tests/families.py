@@ -8,7 +8,7 @@ from tiny import LLAMA_SIZES
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from async_rlhf.models.packing import WINDOWED
+from async_rlhf.models.packing import WINDOWED, keep_soft_cap
 
 WINDOW = 8
 KINDS = sorted({*WINDOWED, "gpt_neox", "gpt2", "llama", "opt"})
@@ -41,6 +41,7 @@ def made(kind: str, values: bool = False) -> hf.PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)  # else attention hardly matters
+    keep_soft_cap(model)
     return model.eval()
 
 

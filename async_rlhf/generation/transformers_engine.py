@@ -40,6 +40,9 @@ keep a GPU busy. Small groups of prompts of similar length also need less paddin
 _SPARE = 8
 """Columns of the cache that no row uses any more, from which they are worth a copy to drop them."""
 
+_CACHES = "past_key_values", "cache"
+"""What models call the argument with keys and values: those of transformers before 5.24, and from then on."""
+
 _OF_ROWS = ("places_B", "steps_B", "lengths_B", "tokens_B")
 
 Complete = tuple[int, tuple[Sample, ...]]
@@ -81,7 +84,8 @@ class TransformersEngine:
         self.occupancy = Occupancy()
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
-        takes_cache = "past_key_values" in accepted
+        self._cache_name = next((name for name in _CACHES if name in accepted), None)
+        takes_cache = self._cache_name is not None
         self.adds_rows = takes_cache and decode_cache.only_grows(DynamicCache(config=model.config))
         """Whether rows can be added to a cache."""
         self._computes_anew: bool | None = not takes_cache or (False if self.adds_rows else None)
@@ -291,7 +295,7 @@ class TransformersEngine:
             inputs["position_ids"] = positions_BT
         autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
         with autocast, recorded_routes(self.model, self.params.routes) as found:
-            output = self.model(**inputs, past_key_values=cache, use_cache=True, **options)
+            output = self.model(**inputs, **{str(self._cache_name): cache}, use_cache=True, **options)
         self.routes = [row_TLE for routes_NLE in found for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
         return output.logits[:, -1]
 

@@ -41,7 +41,7 @@ from async_rlhf.models.forward import (
 )
 from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
-from async_rlhf.models.packing import choose, require_shared, texts_of_rows
+from async_rlhf.models.packing import choose, keep_soft_cap, require_shared, texts_of_rows
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.routing import replay_routes
 from async_rlhf.models.rows import ScatteredBatches, in_one_copy, sampled_rows
@@ -140,6 +140,8 @@ class Learner:
         config, value, reference = self.config, self.value, self.reference
         models = {"policy": self.policy, "reference policy": reference.model, "value model": value}
         whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
+        for model in whole.values():  # those of stages come here first
+            keep_soft_cap(model, config.attn_implementation)
         on_meta = {name: whole.pop(name) for name, model in list(whole.items()) if is_on_meta(model)}
         pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, self.policy))
         pack(whole)

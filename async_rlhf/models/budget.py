@@ -22,7 +22,7 @@ from async_rlhf.config.stages import StageConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.memory import USED, LearnerMemory, Pass, Shape
-from async_rlhf.models.packing import is_packed, shares
+from async_rlhf.models.packing import has_soft_cap, holds_scores, is_packed, shares
 from async_rlhf.models.passes import Passes
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,10 @@ def passes_through(models: Sequence[PreTrainedModel], limits: PassLimits) -> Pas
 
 def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool | str) -> LearnerMemory:
     """A rank's memory for a model, without frozen ones, and with passes of no tokens."""
+    heads = model.config.get_text_config().num_attention_heads
+    scores = heads * config.max_length if holds_scores(model) else 0
     return LearnerMemory(
-        shape_of(model, parallel),
+        replace(shape_of(model, parallel), scores=scores, capped=has_soft_cap(model)),
         frozen=0.0,
         ranks=parallel.shards if parallel.is_sharded else parallel.ranks.count,
         sharded=parallel.is_sharded,

@@ -18,7 +18,7 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.config.generation import Dtype
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.models.context_length import config_of
-from async_rlhf.models.packing import obstacle_in_code, runs_kernel
+from async_rlhf.models.packing import keep_soft_cap, obstacle_in_code, runs_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,10 @@ def packs_rows(model: Model | None, trust: bool) -> bool:
     if model is None:
         return True
     bare = bare_model(model, trust)
-    return bare is not None and obstacle_in_code(bare) is None
+    if bare is None:
+        return False
+    keep_soft_cap(bare)
+    return obstacle_in_code(bare) is None
 
 
 def bare_model(model: Model, trust: bool) -> PreTrainedModel | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.models.packing import keep_soft_cap
 
 _GROUPED = ExpertsInterface()["grouped_mm"]
 
@@ -39,7 +40,7 @@ ExpertsInterface.register("grouped_mm", _in_autocast)
 
 
 def use_attention(model: PreTrainedModel, config: OnlineConfig, key: str) -> None:
-    """Make a model use the attention that the configuration names, if it names one.
+    """Make a model use the attention that the configuration names, if it names one; see :func:`keep_soft_cap`.
 
     Args:
         model: policy, reference, reward or value model.
@@ -49,12 +50,13 @@ def use_attention(model: PreTrainedModel, config: OnlineConfig, key: str) -> Non
     Raises:
         ConfigError: the model has no such attention, or a package for it is missing.
     """
-    if config.attn_implementation is not None:
+    wanted = keep_soft_cap(model, config.attn_implementation)
+    if wanted is not None:
         try:
-            model.set_attn_implementation(config.attn_implementation)
+            model.set_attn_implementation(wanted)
         except (ValueError, ImportError) as error:
             why = f"{type(model).__name__} ({key}) cannot use it: {error}"
-            raise ConfigError(f"attn_implementation: got {config.attn_implementation!r}; {why}") from error
+            raise ConfigError(f"attn_implementation: got {wanted!r}; {why}") from error
 
 
 def compile_blocks(model: nn.Module, config: OnlineConfig) -> None:

@@ -46,6 +46,8 @@ class Shape:
         feed_forward: width of the feed-forward layer; of a mixture, of all experts that a token meets.
         block: "llama" (RMSNorm, gated feed-forward layer) or "gpt_neox" (LayerNorm, GELU).
         tied: whether the output head is the embedding.
+        scores: query heads x tokens of the longest row, where attention holds its scores; 0 for a kernel that does not.
+        capped: whether these scores have a soft cap.
     """
 
     parameters: float
@@ -56,6 +58,8 @@ class Shape:
     feed_forward: int
     block: str = "llama"
     tied: bool = False
+    scores: int = 0
+    capped: bool = False
 
     @property
     def embedding(self) -> float:
@@ -204,14 +208,23 @@ class LearnerMemory:
         return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * self._tokens(one) * self.shape.hidden
 
     def block_saved(self) -> float:
-        """What one block keeps for its backward pass."""
-        return self._of_block(_SAVED[self.shape.block, self._computing])
+        """What one block keeps for its backward pass: of scores, their softmax in float32, that in 16 bits if these are
+        computed with, and what the soft cap returns.
+        """
+        number = _BFLOAT if self.bf16 else _FLOAT
+        each = _FLOAT + (_BFLOAT if self.bf16 else 0) + (number if self.shape.capped else 0)
+        return self._of_block(_SAVED[self.shape.block, self._computing]) + each * self._scores(self.update)
+
+    def _scores(self, one: Pass) -> float:
+        """Of one block, padding counted."""
+        return self._tokens(one) * self.shape.scores
 
     def products(self) -> float:
         """What of one block is kept although it is computed again: what attention and matrix products return."""
         if self.recompute != "selective":
             return 0.0
-        return (_BFLOAT if self.bf16 else _FLOAT) * self._of_block(_PRODUCTS[self.shape.block])
+        numbers = self._of_block(_PRODUCTS[self.shape.block]) + self._scores(self.update)
+        return (_BFLOAT if self.bf16 else _FLOAT) * numbers
 
     def _of_block(self, each: tuple[int, int, int]) -> float:
         """So many of each number of the hidden state, of keys, and of the feed-forward layer."""
@@ -226,19 +239,22 @@ class LearnerMemory:
         return self.shape.layers * one + 3 * self._states(self.update)
 
     def block_passing(self, one: Pass) -> float:
-        """What a block holds at once within its feed-forward layer, without gradient: four states, three products."""
+        """What a block holds at once, without gradient: four states, and three products of its feed-forward layer, or
+        the scores of attention before and after a step, and as float32.
+        """
         product = (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(one) * self.shape.feed_forward
-        return 4 * self._states(one) + 3 * product
+        return 4 * self._states(one) + max(3 * product, 3 * _FLOAT * self._scores(one))
 
     # The backward pass of one block
 
     def block_again(self) -> float:
         """The last block but one: its weights, those of the next and the gradients of the one before; what it computes
         again, or else what the last block has given up; the gradient of its largest matrix, and of what is passed on
-        within its feed-forward layer.
+        within its feed-forward layer, or of scores.
         """
         shape, matrix = self.shape, self.shape.hidden * self.shape.feed_forward
         passed_on = 2 * (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(self.update) * shape.feed_forward
+        passed_on = max(passed_on, 2 * _FLOAT * self._scores(self.update))
         casts = self._copies(shape.one_block - matrix)
         if not self.recompute:
             casts = self._copies((shape.layers - 1) * shape.one_block - matrix)

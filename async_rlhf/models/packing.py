@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from async_rlhf.config.base import require
@@ -40,6 +40,9 @@ from async_rlhf.models.rows import moved
 
 KIND = "sdpa"
 """What transformers calls the attention that is replaced."""
+CAPPED = "soft_capped"
+"""The same attention for models with a soft cap on its scores, to which newer versions of transformers refuse "sdpa":
+see :func:`keep_soft_cap`."""
 _Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Of queries, keys and values: (B, H, T, D)."""
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -139,7 +142,9 @@ def _in_one_call(
     softcap: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention (B, T, H, D). transformers' function leaves out a soft cap on the scores, which Gemma 2 has."""
+    """Attention (B, T, H, D). transformers' function leaves out, or refuses, a soft cap on the scores, which Gemma 2
+    has.
+    """
     if softcap is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     heads, (length, keys) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
@@ -168,6 +173,36 @@ def runs_kernel(device: torch.device) -> bool:
 
 
 AttentionInterface.register(KIND, _attention)
+AttentionInterface.register(CAPPED, _attention)
+AttentionMaskInterface.register(CAPPED, AttentionMaskInterface()[KIND])
+
+
+def has_soft_cap(model: PreTrainedModel) -> bool:
+    """Whether a model has a soft cap on the scores of its attention, as Gemma 2 and VaultGemma do."""
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def holds_scores(model: PreTrainedModel) -> bool:
+    """Whether attention computes all scores of a row at once, and keeps them for the backward pass."""
+    return model.config.get_text_config()._attn_implementation in ("eager", CAPPED) or has_soft_cap(model)
+
+
+def keep_soft_cap(model: PreTrainedModel, wanted: str | None = None) -> str | None:
+    """Give a model with a soft cap the attention that keeps it in every version of transformers, and packed rows apart,
+    in place of "sdpa" and of the "eager" that newer versions choose by themselves.
+
+    Args:
+        model: any; one without a soft cap stays as it is.
+        wanted: the attention that the configuration names, if it names one.
+
+    Returns:
+        What is still to be set.
+    """
+    replaced = wanted == KIND or (wanted is None and model.config._attn_implementation in ("eager", KIND))
+    if not replaced or not has_soft_cap(model) or not getattr(model, "_supports_attention_backend", False):
+        return wanted
+    model.set_attn_implementation(CAPPED)
+    return None
 
 
 logger = logging.getLogger(__name__)
@@ -515,7 +550,7 @@ def obstacle_in_code(model: PreTrainedModel) -> str | None:
         return "whose attention cannot be replaced"
     if "position_ids" not in inspect.signature(type(model.base_model).forward).parameters:
         return "which takes no position ids"
-    if config._attn_implementation != KIND:
+    if config._attn_implementation not in (KIND, CAPPED):
         return f'whose attention is "{config._attn_implementation}", not "{KIND}"'
     if getattr(config, "output_router_logits", False):
         return "whose router reads the attention mask (output_router_logits)"

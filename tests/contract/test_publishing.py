@@ -81,9 +81,11 @@ def test_without_the_copy_the_workers_get_the_changed_weights(
     generator, make_policy, tokenizer, prompts, delayed, monkeypatch
 ):
     """The fault that the law forbids: the thread reads what is being trained."""
-    monkeypatch.setattr(
-        AsyncCopy, "copy", lambda leaving, tensor, place: leaving._later(lambda: (time.sleep(0.1), place.copy_(tensor)))
-    )
+
+    def late(leaving, tensor, place, name=None):
+        leaving._later(lambda: (time.sleep(0.1), place.copy_(tensor)))
+
+    monkeypatch.setattr(AsyncCopy, "copy", late)
     asked = PromptStream(prompts, tokenizer).batch(1, 4)
     with pytest.raises(AssertionError):
         sampled_by_the_published(generator, make_policy(), asked)

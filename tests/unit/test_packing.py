@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from async_rlhf.config import ConfigError
+from async_rlhf.algorithms.supervised import SFT
+from async_rlhf.config import ConfigError, OnlineConfig, SFTConfig
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models import packing
 from async_rlhf.models.forward import (
     end_values,
@@ -26,8 +28,19 @@ from async_rlhf.models.forward import (
     response_values,
     reward_scores,
 )
-from async_rlhf.models.kernels import compile_blocks
-from async_rlhf.models.packing import WINDOWED, choose, is_packed, obstacle, require_shared
+from async_rlhf.models.gpu_defaults import packs_rows
+from async_rlhf.models.kernels import compile_blocks, use_attention
+from async_rlhf.models.loading import load_policy
+from async_rlhf.models.packing import (
+    CAPPED,
+    WINDOWED,
+    choose,
+    holds_scores,
+    is_packed,
+    keep_soft_cap,
+    obstacle,
+    require_shared,
+)
 from async_rlhf.types import Prompt
 
 LENGTHS_B = torch.tensor([30, 7, 19, 3, 12])
@@ -250,18 +263,23 @@ def test_a_window_of_no_tokens_is_none():
     require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
 
 
-def test_a_soft_cap_on_the_scores_of_attention_is_kept():
+def with_soft_cap() -> hf.PretrainedConfig:
+    options = {**sizes("llama"), "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
+    return hf.Gemma2Config(**options, attn_logit_softcapping=0.3, initializer_range=0.5)
+
+
+@pytest.mark.parametrize("name", [None, "sdpa"])
+def test_a_soft_cap_on_the_scores_of_attention_is_kept(name):
     """As transformers' eager attention has it: padded, packed and sampled."""
     torch.manual_seed(0)
-    options = {**sizes("llama"), "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
-    config = hf.Gemma2Config(**options, attn_logit_softcapping=0.3, initializer_range=0.5)
-    model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(config).double(), rows()
-    found = {}
-    for name in ("eager", "sdpa"):
-        model.set_attn_implementation(name)
-        found[name] = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
+    model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(with_soft_cap()).double(), rows()
+    found = {"its own": response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT}
+    for wanted in ("eager", name):
+        use_attention(model, OnlineConfig(attn_implementation=wanted), "model")
+        found[wanted] = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
     require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
-    torch.testing.assert_close(found["sdpa"], found["eager"], rtol=1e-6, atol=1e-6)  # its softmax is of float32
+    for other in ("its own", name):
+        torch.testing.assert_close(found[other], found["eager"], rtol=1e-6, atol=1e-6)  # its softmax is of float32
     params = SamplingParams(2, 1.0, 6, (-1,), 0, batch_size=8)
     ((first, second),) = TransformersEngine(model.float().eval(), params).generate([Prompt(0, 0, (5, 6, 7))])
     for sample in (first, second):
@@ -277,6 +295,28 @@ def test_a_soft_cap_on_the_scores_of_attention_is_kept():
         layer.self_attn.attn_logit_softcapping = None
     without_BT = response_logprobs(model.double(), *rows(), 1.0).logprobs_BT
     assert (without_BT - found["eager"]).abs().max() > 0.01
+
+
+def test_a_model_with_a_soft_cap_is_packed_however_it_is_loaded_unless_it_is_to_be_eager(tmp_path):
+    """Newer versions of transformers give it eager attention by themselves, and refuse it "sdpa"."""
+    hf.AutoModelForCausalLM.from_config(with_soft_cap()).save_pretrained(tmp_path)
+    assert packs_rows(str(tmp_path), trust=False)
+    model = load_policy(str(tmp_path))
+    use_attention(model, OnlineConfig(), "model")
+    assert holds_scores(model)
+    assert obstacle(model) is None
+    model.save_pretrained(tmp_path / "again")
+    assert CAPPED not in (tmp_path / "again" / "config.json").read_text(encoding="utf-8")
+    use_attention(model, OnlineConfig(attn_implementation="eager"), "model")
+    assert obstacle(model) == 'whose attention is "eager", not "sdpa"'
+    config = SFTConfig(train="rows.jsonl", output_dir=str(tmp_path / "sft"), max_tokens_per_pass=64)
+    assert is_packed(Learner(load_policy(str(tmp_path)), None, SFT, config.for_learner(1, config.output_dir)).policy)
+    for other, attention in (("llama", "eager"), ("llama", "sdpa")):
+        model = made(other)
+        model.set_attn_implementation(attention)
+        keep_soft_cap(model)
+        assert model.config._attn_implementation == attention
+        assert holds_scores(model) is (attention == "eager")
 
 
 def test_rows_are_packed_by_themselves_only_where_tokens_limit_a_pass():

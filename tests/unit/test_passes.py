@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from async_rlhf.algorithms.online_dpo import OnlineDPOConfig
-from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig
 from async_rlhf.distributed.collectives import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models import budget
 from async_rlhf.models.forest import size_of
+from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.rows import by_length, share_of
@@ -292,13 +293,19 @@ def test_a_run_that_goes_on_takes_the_numbers_of_its_checkpoint():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "gpt_neox, eager", "llama, eager", "gemma2", "gemma2, eager"])
 def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind, checkpointing):
-    """Against the tensors that autograd saves, each storage once, without the logits."""
+    """Against the tensors that autograd saves, each storage once, without the logits. Rows are as long as they can be:
+    where attention keeps their scores, these are the most.
+    """
+    kind, _, attention = kind.partition(", ")
+    longest = 512 if attention or kind == "gemma2" else 96
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4}
-    config = CONFIG_MAPPING[kind](**sizes, vocab_size=258)
+    config = CONFIG_MAPPING[kind](**sizes, vocab_size=258, head_dim=32)
     model, kept = AutoModelForCausalLM.from_config(config), {}
-    counted = budget.memory_of(model, OnlineConfig(), Parallel(), checkpointing)
+    args = OnlineConfig(max_prompt_length=longest - 12, generation=GenerationConfig(response_length=12))
+    use_attention(model, replace(args, attn_implementation=attention or None), "model")
+    counted = budget.memory_of(model, args, Parallel(), checkpointing)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -312,10 +319,24 @@ def test_what_a_token_takes_is_about_what_the_backward_pass_is_seen_to_keep(kind
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.base_model(input_ids=torch.ones(4, 96, dtype=torch.long), use_cache=False)
-    seen = sum(storage.nbytes() for storage in kept.values()) / (4 * 96)
+        model.base_model(input_ids=torch.ones(4, longest, dtype=torch.long), use_cache=False)
+    seen = sum(storage.nbytes() for storage in kept.values()) / (4 * longest)
     saved = replace(counted, update=Pass(1, 1)).saved()
     assert 0.75 * saved <= seen <= 1.15 * saved
+
+
+@pytest.mark.parametrize(("how", "kept", "again"), [(False, 4, -4), (True, 0, 4), ("selective", 4, 0)])
+def test_scores_that_attention_holds_are_in_the_peak_of_every_pass(how, kept, again):
+    """Here they are far more numbers than all others, in float32: ``kept`` bytes each in every layer, and ``again`` in
+    the one that a backward pass is in.
+    """
+    one, scores = Pass(10, 10), 10**6
+    without = replace(budget.memory_of(new_policy(), OnlineConfig(), Parallel(), how), update=one, annotate=one)
+    held = replace(without, shape=replace(without.shape, scores=scores))
+    layers = without.shape.layers
+    assert held.annotating()["last block"] == pytest.approx(3 * 4 * 10 * scores, rel=0.01)
+    assert held.saved() - without.saved() == layers * kept * 10 * scores
+    assert held.updating()["block"] == pytest.approx((layers * kept + again + 2 * 4) * 10 * scores, rel=0.01)
 
 
 def test_as_many_tokens_are_taken_as_fit_and_one_at_least():
