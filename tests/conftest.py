@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from tiny import PROMPTS, byte_tokenizer, new_args, new_policy, new_reward_model
@@ -19,6 +20,9 @@ from async_rlhf.config import OnlineConfig
 DURATIONS = Path(__file__).parent / "durations.json"
 """Seconds of the tests that took more than :data:`SLOW`, and of all others together: pytest --record-durations."""
 SLOW = 0.5
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a loaded one takes as long as it likes
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -505,8 +505,9 @@ def test_environments_do_not_account_for_the_time_of_others(tmp_path, tokenizer,
     sampler = EpisodeSampler(trainer.run.engine)
     started = time.monotonic()
     sampler.generate([trainer.run.prompts.stream.prompt(n) for n in range(12)])
-    # On a loaded machine both grow. With the waits of all 36 episodes it would be many times as long.
-    assert sampler.take_seconds() < time.monotonic() - started
+    # On a loaded machine both grow, and functions that wait for a core do so at the same time. With the waits of all 36
+    # episodes for each other it would be many times as long.
+    assert sampler.take_seconds() < 4 * (time.monotonic() - started)
 
 
 class Talks:

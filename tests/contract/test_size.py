@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_739, 30_524, 37_525, 16, 450
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_739, 30_524, 37_528, 16, 450
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_884
 """Of benchmarks/ and scripts/."""
