@@ -84,7 +84,7 @@ def main() -> None:
         if not place.startswith(str(site)):
             sys.exit(f"the trial imported {place}")
         command = folder / "venv" / "bin" / "async-rlhf"
-        if set(say(command, "recipes", folder=folder).split()) != recipes:
+        if {line.split()[0] for line in say(command, "recipes", folder=folder).splitlines()} != recipes:
             sys.exit("async-rlhf recipes does not list the recipes")
         quickstart = [command, "quickstart", "--scale", "0.01", "--out", "quickstart"]
         for extra, made in (("", {"summary.json"}), ("report", {"summary.json", "report.html", "training.png"})):
