@@ -47,7 +47,7 @@ def made(out: Path, task: str, rows: Sequence[str], num_epochs: float | None) ->
 def trained(folder: Path, task: str, algorithm: str, staleness: int, seed: int, sizes: Sequence[str]) -> list[str]:
     """Train, unless that is done. Returns success before and after, and the seconds of a run."""
     run = folder / f"{algorithm}_staleness_{staleness}_seed_{seed}"
-    words = ["--config", f"{RECIPES}/{task}_{algorithm}.yml", "--model", f"{folder}/sft"]
+    words = ["--config", f"{RECIPES}/{task}_{algorithm}.yml", "--model", f"{folder}/sft", "--train.save_steps", "0"]
     words += ["--data.train", f"{folder}/prompts.jsonl", "--data.eval", f"{folder}/held_out.jsonl"]
     words += ["--train.output_dir", f"{run}", "--train.staleness", f"{staleness}", "--train.seed", f"{seed}"]
     if not (run / "train.json").exists():

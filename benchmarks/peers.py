@@ -253,6 +253,7 @@ def run_ours(folder: Path, case: str, algorithm: str, staleness: int, threads: i
         "annotate_max_tokens": "auto",
         "non_eos_penalty": False,
         "device": "cpu",
+        "save_steps": 0,
         "progress": False,
         "num_threads": threads if staleness == 0 else threads - threads // 2,
         "generation": ours.GenerationConfig(response_length=sizes["response"], temperature=1.0, **placement),

@@ -76,9 +76,10 @@ def train(
     """Train with one generator process, unless ``generation`` says otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         alone = {"placement": "process", "num_threads": 1, "mismatch_samples": 0}
-        defaults = {"output_dir": folder, "overwrite_output_dir": True, "non_eos_penalty": False, "progress": False}
+        defaults = {"output_dir": folder, "overwrite_output_dir": True, "save_steps": 0, "progress": False}
         config = find(algorithm).config(
-            **{**defaults, "num_threads": 1, **options}, generation=GenerationConfig(**{**alone, **generation})
+            **{**defaults, "non_eos_penalty": False, "num_threads": 1, **options},
+            generation=GenerationConfig(**{**alone, **generation}),
         )
         OnlineTrainer(model, config, list(rows), processing_class=tokenizer(vocabulary), **of_trainer).train()
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

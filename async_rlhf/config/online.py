@@ -432,12 +432,6 @@ class OnlineConfig(SizesConfig):
         return math.ceil(self.num_batches / 10) if self.save_steps is None else self.save_steps
 
     @property
-    def checkpoints_kept(self) -> int | None:
-        """How many, besides the best; None for all."""
-        newest_alone = self.save_steps is None and self.save_total_limit is None
-        return 1 if newest_alone else self.save_total_limit
-
-    @property
     def evaluation_delay(self) -> int:
         """Batches after which the result of an evaluation is due: when the generators, which take it up behind the
         batches that were asked for before, are to have sampled the batch after those. 0 where they are the learner.

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,11 +115,15 @@ class Checkpoints:
                 return path
         return None
 
-    def delete_old(self, limit: int | None, wanted: Collection[str]) -> None:
-        """Keep ``limit`` checkpoints, the newest and those that are wanted however old, and what no run has written."""
+    def delete_old(self, config: OnlineConfig, wanted: Collection[str]) -> None:
+        """Keep as many checkpoints as the configuration says: the newest, those that are wanted however old, and what
+        no run has written. A run that says nothing of checkpoints keeps its newest, and all of runs that did.
+        """
+        by_default = config.save_steps is None and config.save_total_limit is None
+        limit = 1 if by_default else config.save_total_limit
         if limit is None:
             return
-        paths = self.all()
+        paths = [path for path in self.all() if not by_default or _is_by_default(path)]
         names = {Path(one).name for one in wanted}
         kept = [path for path in paths if path.name in names or path == paths[-1]]
         room = max(limit - len(kept), 0)
@@ -128,6 +133,14 @@ class Checkpoints:
                 delete_whole(path)
             elif path not in kept:
                 logger.warning("WARNING: %s is kept, for %s was not written by a run", path.name, stranger)
+
+
+def _is_by_default(checkpoint: Path) -> bool:
+    """Whether the run that wrote it said nothing of checkpoints."""
+    with suppress(OSError, ValueError, KeyError):  # a damaged one stays
+        state = json.loads((checkpoint / "resume" / "state.json").read_text(encoding="utf-8"))
+        return state["config"].get("save_steps", 0) is None
+    return False
 
 
 @dataclass(frozen=True)
@@ -201,7 +214,7 @@ class RunFolder:
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
-            Checkpoints(self.path).delete_old(self.config.checkpoints_kept, wanted)
+            Checkpoints(self.path).delete_old(self.config, wanted)
         with whole_file(self.path / _WRITTEN) as file:
             json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
 

@@ -120,7 +120,7 @@ class Loop:
             if run.ranks.is_main:
                 run.callbacks.note_best(path, self._evaluating)
             resume = self._resume_state(state.global_step)
-            delete_old = partial(checkpoints.delete_old, run.config.checkpoints_kept, run.callbacks.kept)
+            delete_old = partial(checkpoints.delete_old, run.config, run.callbacks.kept)
             if self.saves is not None:  # all that goes into a checkpoint is copied, and written beside training
                 require_hold(run.hold)
                 now = [] if resume is None else [run.callbacks.save_state, *self._other_writers, resume.write_state]

@@ -46,7 +46,7 @@ def ending_on_signals() -> Iterator[Callable[[], int]]:
             if not (number == signal.SIGINT and other == signal.SIGTERM):  # a launcher sends it after Ctrl-C
                 signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else handler)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        again = "" if number == signal.SIGHUP else "; a second one ends it at once"
+        again = "" if number == signal.SIGHUP else "; once more ends it now, without a checkpoint"
         logger.warning("%s: a checkpoint follows after this batch, then the run ends%s", name, again)
 
     for number in before:

@@ -173,6 +173,7 @@ def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
 
     args = make_args(staleness=2, generation={"max_restarts": 0})
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # or in the background of a shell
     try:
         by_hand = pytest.raises(KeyboardInterrupt, match="checkpoint-2 is saved; resume goes on from there")
         with by_hand if sent == signal.SIGINT else pytest.raises(SystemExit, match=r"^0$"):
@@ -180,6 +181,7 @@ def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
         hangs_up = signal.getsignal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGINT, interrupts)
     # The terminal's second SIGHUP may come when the run has ended and the program has not.
     assert hangs_up == (signal.SIG_IGN if sent == signal.SIGHUP else signal.SIG_DFL)
     verify(Path(args.output_dir) / "checkpoint-2")
@@ -188,7 +190,7 @@ def test_a_signal_to_the_whole_job_leaves_the_generators_to_the_learner(
 
 def test_the_same_signal_twice_ends_at_once():
     """But SIGTERM, which a launcher sends after Ctrl-C, does not."""
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
     with ending_on_signals() as asked:
         os.kill(os.getpid(), signal.SIGINT)
         assert asked() == signal.SIGINT

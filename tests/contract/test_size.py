@@ -14,9 +14,9 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_739, 30_524, 37_528, 16, 450
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_743, 30_528, 37_538, 16, 450
 """Each rises only with a feature, by what that feature needs."""
-PROGRAMS = 3_884
+PROGRAMS = 3_886
 """Of benchmarks/ and scripts/."""
 SECONDS = 420
 """Of processor time that ``make test`` may take: four minutes on two cores."""
