@@ -259,6 +259,8 @@ def converted(key: str, value: Any, hint: Any, is_text: bool) -> Any:
         value = _of_text(key, value, hint, kinds, is_text)
     if float in kinds and int not in kinds and type(value) is int and abs(value) <= 10**300:
         value = float(value)
+    if hint == list[str] and isinstance(value, str):  # one name stands for a list of it
+        value = [value]
     if get_origin(hint) is list and isinstance(value, list):
         value = [converted(key, each, get_args(hint)[0], False) for each in value]
     require(fits(value, hint), key, value, f"must be {spelt(hint)}")

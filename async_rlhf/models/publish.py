@@ -465,7 +465,7 @@ class SnapshotRing(Snapshots):
         if self.folded:
             self.published[version] = fold_digests(self._folds, views)
         else:
-            self.published[version] = digests(views, self._hashing, folded=self.memory.is_cuda)
+            self.published[version] = digests(views, folded=self.memory.is_cuda)
         self._version[0] = version  # last, so that readers of the number find the whole version
 
     def close(self) -> None:

@@ -179,8 +179,10 @@ def test_they_do_in_python_too(name, value, said):
         GRPOConfig(**{name: value})
 
 
-def test_one_name_stands_for_a_list_of_it():
+def test_one_name_stands_for_a_list_of_it(capsys):
     assert GRPOConfig(report_to="wandb").report_to == ["wandb"]
+    Path("recipe.yml").write_text(RECIPE.replace("train:\n  ", "train:\n  report_to: none\n  ", 1))
+    assert "report_to:\n  - none" in ends(capsys, "train", "--config", "recipe.yml", "--dry-run")[1]
     names.check_integrations(GRPOConfig(report_to="none").report_to)
     assert tracker_callbacks(["none"], None, {}) == {}
 

@@ -16,41 +16,30 @@ from async_rlhf.config.base import Checked, configuration, key
 MADE: list[type] = []
 
 
-class Keys(Checked):
-    pair: tuple[float, float] = (0.2, 0.3)
-    names: tuple[str, ...] = ()
-    counts: list[int] = key([1])
-    at_least: int = key(1, ge=1)
-    array: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    memo: dict[str, Any] = field(init=False, default_factory=dict)
+def made_by(decorate: Callable[[type], Any]) -> Any:
+    """A class of keys by this decorator."""
 
-    def __post_init__(self) -> None:
-        MADE.append(type(self))
-        super().__post_init__()
+    @decorate
+    class Keys(Checked):
+        pair: tuple[float, float] = (0.2, 0.3)
+        names: tuple[str, ...] = ()
+        counts: list[int] = key([1])
+        at_least: int = key(1, ge=1)
+        array: np.ndarray = field(default_factory=lambda: np.zeros(2))
+        memo: dict[str, Any] = field(init=False, default_factory=dict)
 
-    def check(self) -> None:
-        if self.at_least == 7:
-            raise ValueError("seven")
+        def __post_init__(self) -> None:
+            MADE.append(type(self))
+            super().__post_init__()
 
+        def check(self) -> None:
+            if self.at_least == 7:
+                raise ValueError("seven")
 
-@dataclass(frozen=True)
-class Foreign(Keys):
-    pair: tuple[float, float] = (0.2, 0.3)
-    names: tuple[str, ...] = ()
-    counts: list[int] = key([1])
-    at_least: int = key(1, ge=1)
-    array: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    memo: dict[str, Any] = field(init=False, default_factory=dict)
+    return Keys
 
 
-@configuration
-class Own(Keys):
-    pair: tuple[float, float] = (0.2, 0.3)
-    names: tuple[str, ...] = ()
-    counts: list[int] = key([1])
-    at_least: int = key(1, ge=1)
-    array: np.ndarray = field(default_factory=lambda: np.zeros(2))
-    memo: dict[str, Any] = field(init=False, default_factory=dict)
+Foreign, Own = made_by(dataclass(frozen=True)), made_by(configuration)
 
 
 @pytest.mark.parametrize("kind", [Foreign, Own])
