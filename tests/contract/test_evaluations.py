@@ -82,14 +82,16 @@ def answers_of(args: OnlineConfig, tokenizer, batch: int) -> list[tuple[str, str
 def test_before_batch_1_the_starting_policy_answers_and_nothing_else_changes(
     make_policy, tokenizer, prompts, make_args, placement
 ):
-    found = {}
+    found, judged = {}, {}
     for start in (False, True):
         args = make_args(f"{start}", {"placement": placement}, staleness=int(placement == "process"),
                          eval_on_start=start, save_steps=1, metric_for_best_model="eval_objective/scores",
                          **EVERY_TWO)  # fmt: skip
-        trainer = train(make_policy, tokenizer, prompts, args)
-        assert not (trainer.callbacks.state.best_model_checkpoint or "").endswith("checkpoint-0")
+        seen = Seen()
+        train(make_policy, tokenizer, prompts, args, callbacks=[seen])
+        judged[start] = [one for one in seen.shown if one[0] == "evaluate"]
         found[start] = lines(args, "metrics.jsonl")
+    assert judged[True] == judged[False], "no checkpoint is the best by what the starting policy scored"
     early = [row for row in found[True] if row["batch"] == 0]
     assert [row["episode"] for row in early] == [0]
     assert [row for row in found[True] if row not in early] == found[False]
