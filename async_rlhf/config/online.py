@@ -454,10 +454,10 @@ class OnlineConfig(SizesConfig):
 
     def summary(self) -> dict[str, Any]:
         """The derived quantities that ``--dry-run`` prints."""
-        known = self.num_train_epochs is None
+        known = self.epochs is None
         lag = min(self.staleness, self.num_batches - 1) if known else self.staleness
         steps = self.num_mini_batches * self.num_epochs
-        of_data = f"{self.num_train_epochs} x rows of the data / {self.batch_size}, rounded up"
+        of_data = f"{self.epochs} x rows of the data / {self.batch_size}, rounded up"
         return {
             "prompts per batch": self.batch_size,
             "completions per batch": self.batch_size * self.samples_per_prompt,

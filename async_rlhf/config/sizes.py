@@ -6,14 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Self
 
-from async_rlhf.config.base import configuration, default_of, key
+from async_rlhf.config.base import configuration, key
 from async_rlhf.config.common import TOKENS, TokensOnGPU, TrainingConfig
 
 PROMPT_CAP = 512
 """Tokens of the longest prompt where nothing is said of it and the model has room."""
 UNITS_PER_PASS = 8
 ANNOTATED_ROWS = 64
-TOTAL_EPISODES = 131_072
+EPOCHS = 3.0
+"""Passes over the data where nothing says how long the run is, as in TRL."""
 _LONGER = "the run becomes longer"
 
 
@@ -48,12 +49,12 @@ class SizesConfig(TrainingConfig):
     per_device_train_batch_size and gradient_accumulation_steps. With it, per_device_train_batch_size only bounds a
     pass, and an optimiser step has as many passes as that takes."""
     batches: int | None = key(None, ge=1, may_change=_LONGER, main="sizes")
-    """Batches to train on in all; null for total_episodes."""
-    total_episodes: int = key(TOTAL_EPISODES, ge=1, may_change=_LONGER)
+    """Batches to train on in all; null for total_episodes or num_train_epochs."""
+    total_episodes: int | None = key(None, ge=1, may_change=_LONGER)
     """Prompts to train on in all; a multiple of the batch. Another way to say batches."""
     num_train_epochs: float | None = key(None, gt=0, may_change=_LONGER)
     """Passes over the rows of the training data instead, rounded up to whole batches; null for batches or
-    total_episodes."""
+    total_episodes, or for 3 without these."""
     samples_per_prompt: int = key(2, ge=1, main="sizes")
     """K, completions per prompt; more give clearer pairs and better baselines but cost more sampling."""
     per_device_train_batch_size: int | None = key(None, ge=1)
@@ -106,25 +107,23 @@ class SizesConfig(TrainingConfig):
                 f"{self.samples_per_prompt} say, or gradient_accumulation_steps be left out"
             )
             self.require(agree, "completions_per_batch", right)
-        if self.num_train_epochs is not None:
-            for name, default in (("batches", None), ("total_episodes", default_of(self, "total_episodes"))):
-                right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
-                self.require(getattr(self, name) == default, "num_train_epochs", right)
+        said, size = factors if completions is None else f"completions_per_batch {completions}", self.batch_size
+        for name in ("batches", "total_episodes"):
+            right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
+            free = self.num_train_epochs is None or getattr(self, name) is None
+            self.require(free, "num_train_epochs", right)
+        prompts = self.total_episodes
+        if prompts is None:
             return
         if self.batches is not None:
-            prompts = self.batches * self.batch_size
             right = (
-                f"must be {self.total_episodes / self.batch_size:g}, as total_episodes {self.total_episodes} of "
-                f"{self.batch_size} prompts a batch says, or one of the two be left out"
+                f"must be {prompts / size:g}, as total_episodes {prompts} of {size} prompts a batch says, or one of "
+                "the two be left out"
             )
-            agree = self.total_episodes in (default_of(self, "total_episodes"), prompts)
-            self.require(agree, "batches", right)
-            return
-        said = factors if completions is None else f"completions_per_batch {completions}"
-        size = self.batch_size
-        nearest = max(1, round(self.total_episodes / size)) * size
+            self.require(prompts == self.batches * size, "batches", right)
+        nearest = max(1, round(prompts / size)) * size
         right = f"must be a multiple of the batch of {size} prompts ({said}), such as {nearest}; or say batches instead"
-        self.require(self.total_episodes % size == 0, "total_episodes", right)
+        self.require(prompts % size == 0, "total_episodes", right)
 
     def _check_trained(self) -> None:
         """Refuse to choose among prompts that cannot be told apart, or that are not there."""
@@ -154,19 +153,27 @@ class SizesConfig(TrainingConfig):
             return self.prompts_by_passes
         return self.completions_per_batch // self.samples_per_prompt
 
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data, where these say how long the run is."""
+        said = self.batches is not None or self.total_episodes is not None
+        return EPOCHS if self.num_train_epochs is None and not said else self.num_train_epochs
+
     def with_rows(self, rows: int) -> Self:
-        """The configuration with total_episodes in place of num_train_epochs, for that many rows of training data."""
-        if self.num_train_epochs is None:
+        """The configuration with total_episodes in place of epochs, for that many rows of training data."""
+        if self.epochs is None:
             return self
-        batches = max(1, math.ceil(round(self.num_train_epochs * rows / self.batch_size, 9)))
+        batches = max(1, math.ceil(round(self.epochs * rows / self.batch_size, 9)))
         return replace(self, num_train_epochs=None, total_episodes=batches * self.batch_size)
 
     @property
     def num_batches(self) -> int:
         """B, batches of the whole run."""
+        if self.batches is not None:
+            return self.batches
         right = "says how long the run is only together with the data; use with_rows"
-        self.require(self.num_train_epochs is None, "num_train_epochs", right)
-        return self.total_episodes // self.batch_size if self.batches is None else self.batches
+        self.require(self.total_episodes is not None, "num_train_epochs", right)
+        return self.total_episodes // self.batch_size
 
     @property
     def prompt_cap(self) -> int:

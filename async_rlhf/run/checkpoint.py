@@ -167,7 +167,7 @@ class ResumeState:
         right = f"must be at least the {seen} that the checkpoint has seen"
         name = "total_episodes" if config.batches is None else "batches"
         right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
-        enough = config.num_train_epochs is not None or self.batch <= config.num_batches
+        enough = config.epochs is not None or self.batch <= config.num_batches
         require(enough, name, getattr(config, name), right)
         known = with_new_keys(kept(without_secrets(self.config)), config)
         old, new = (

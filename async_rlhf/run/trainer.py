@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from async_rlhf.algorithms.online_dpo import ONLINE_DPO
 from async_rlhf.algorithms.ppo import PPO
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.algorithms.reinforce import RLOO
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import LoRAConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
 from async_rlhf.data.loading import Rows, check_columns
@@ -27,6 +28,7 @@ from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.learner.learner import Learner
 from async_rlhf.learner.optimizers import Optimizers
 from async_rlhf.rewards.functions import RewardFunction
+from async_rlhf.rewards.reward_models import RewardModels
 from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Run, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
@@ -41,6 +43,7 @@ from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.warnings import DriftWatch
 from async_rlhf.system.files import JsonLines
 from async_rlhf.system.lock import require_hold
+from async_rlhf.system.names import check_source
 from async_rlhf.system.signals import ending_on_signals
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Group
@@ -55,7 +58,7 @@ class OnlineTrainer:
         train_dataset: rows with the prompt's text, such as a datasets.Dataset or a list of dicts.
         reward_model: scores completions: a sequence-classification model with one output, a folder or a hub name.
         reward_funcs: called as f(prompts=..., completions=..., **columns); their sum, and the reward model's score,
-            is the reward.
+            is the reward. The name of a reward model, as in TRL, is a function that reads it with its own tokenizer.
         environment: makes an environment for each episode, which answers the policy's messages: a class or a function
             without arguments; see :class:`~async_rlhf.Environment`. TRL's ``environment_factory`` works, too.
         tools: instead, functions that the policy may call, with types and a docstring that explains every parameter.
@@ -74,6 +77,7 @@ class OnlineTrainer:
             is then found. This is all that a collator could do here: prompts are tokenised by the stream and padded by
             the engine, and rows by the learner.
         algorithm: an algorithm of your own; ``args`` must be its configuration.
+        peft_config: a LoraConfig of peft, in place of ``args.lora``.
         record: what run.yml says; None writes what can be said of these arguments.
         start: of a command that has read its inputs after it; None starts the run here.
 
@@ -91,7 +95,7 @@ class OnlineTrainer:
         train_dataset: Rows,
         *,
         reward_model: Model | None = None,
-        reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+        reward_funcs: RewardFunction | str | Sequence[RewardFunction | str] = (),
         environment: Callable[[], Any] | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         agent: Callable[..., Any] | None = None,
@@ -104,6 +108,7 @@ class OnlineTrainer:
         prompt_field: str = "query",
         formatting_func: Callable[[Mapping[str, Any]], Any] | None = None,
         algorithm: Algorithm | None = None,
+        peft_config: Any = None,
         record: Record | None = None,
         start: Start | None = None,
     ) -> None:
@@ -130,6 +135,8 @@ class OnlineTrainer:
             record=record,
             start=start,
         )
+        if peft_config is not None:
+            args = replace(args, lora=_adapters(peft_config, args))
         self.run = build(args, inputs)
         self._started = False
 
@@ -251,21 +258,55 @@ class OnlineTrainer:
         return push_policy(folder, name, private, token or self.args.hub_token, commit_message)
 
 
-def _functions(reward_funcs: RewardFunction | Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
-    """All reward functions.
+def _functions(reward_funcs: RewardFunction | str | Sequence[RewardFunction | str]) -> tuple[RewardFunction, ...]:
+    """All reward functions; one that reads a model for each name of a model, as in TRL.
 
     Raises:
-        ConfigError: one is a model, or its name, which TRL takes here, too.
+        ConfigError: one is no function, or the name of no model.
     """
-    if callable(reward_funcs) or isinstance(reward_funcs, str):
-        functions: tuple[RewardFunction, ...] = (reward_funcs,)
-    else:
-        functions = tuple(reward_funcs)
-    right = "must be functions: give a reward model as reward_model, several by async_rlhf.rewards:reward_models"
-    for function in functions:
-        shown = function if isinstance(function, str) else f"a {type(function).__name__}"
-        require(callable(function) and not isinstance(function, PreTrainedModel), "reward_funcs", shown, right)
-    return functions
+    each = (reward_funcs,) if callable(reward_funcs) or isinstance(reward_funcs, str) else tuple(reward_funcs)
+    right = "must be a function, or the name of a reward model; give a loaded one as reward_model"
+    functions: list[RewardFunction] = []
+    for one in each:
+        if isinstance(one, str):
+            check_source(one, "reward_funcs")
+            one = RewardModels([one], device="cuda" if torch.cuda.is_available() else "cpu")
+        fits = callable(one) and not isinstance(one, PreTrainedModel)
+        require(fits, "reward_funcs", f"a {type(one).__name__}", right)
+        functions.append(one)
+    return tuple(functions)
+
+
+_SAID_OF_ADAPTERS = {"r", "lora_alpha", "target_modules"}
+_WITHOUT_MEANING = {"task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version"}
+
+
+def _adapters(config: Any, args: OnlineConfig) -> LoRAConfig:
+    """peft's LoraConfig as ours.
+
+    Raises:
+        ConfigError: it says something that adapters here have not.
+    """
+    right = f"must be peft's LoraConfig; {type(config).__name__} is not built in"
+    require(type(config).__name__ == "LoraConfig", "peft_config", type(config).__name__, right)
+    require(args.lora.rank == 0, "peft_config", "LoraConfig", "must be left out with train.lora: both say the adapters")
+    modules = config.target_modules
+    named = modules == "all-linear" or isinstance(modules, (set, list, tuple))
+    right = "must be 'all-linear' or a list of names: what peft takes for others depends on the model"
+    require(named, "peft_config.target_modules", modules, right)
+    plain = type(config)(r=config.r, lora_alpha=config.lora_alpha, target_modules=modules)
+    for item in fields(config):
+        found, usual = getattr(config, item.name), getattr(plain, item.name)
+        known = item.name in _SAID_OF_ADAPTERS | _WITHOUT_MEANING
+        require(
+            known or found == usual, f"peft_config.{item.name}", found, f"must be {usual!r}: nothing else is built in"
+        )
+    return replace(
+        args.lora,
+        rank=config.r,
+        alpha=config.lora_alpha,
+        target_modules=[] if modules == "all-linear" else sorted(modules),
+    )
 
 
 def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows:

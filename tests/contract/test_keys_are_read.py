@@ -423,7 +423,7 @@ class Planted(OnlineDPOConfig):
 def test_what_treats_all_keys_alike_reads_none():
     """Else a key that is checked, printed and compared alone would count as one that does something."""
     with following() as found:
-        config = Planted()
+        config = Planted(total_episodes=8)
         assert config == pickle.loads(pickle.dumps(replace(config, nothing=0)))
         assert "nothing" in repr(config)
         assert as_saved(config, "online_dpo")["nothing"] == asdict(config)["nothing"] == 0

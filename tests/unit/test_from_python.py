@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from async_rlhf.config import ConfigError, LoRAConfig
+from async_rlhf.rewards.reward_models import RewardModels
 from async_rlhf.run.checkpoint import learner_state, restore_learner
 from async_rlhf.run.schedule import version_for
 from async_rlhf.run.trainer import OnlineTrainer
@@ -124,10 +126,10 @@ def test_a_function_makes_the_prompts(make_policy, tokenizer, make_args):
     assert all(prompt == f"Q: {question} A:" for prompt, question in seen)
 
 
-@pytest.mark.parametrize(("epochs", "batches"), [(1, 3), (2.0, 5), (0.1, 1), (0.8, 2)])
+@pytest.mark.parametrize(("epochs", "batches"), [(1, 3), (2.0, 5), (0.1, 1), (0.8, 2), (None, 8)])
 def test_passes_over_the_prompts_decide_the_length(make_policy, tokenizer, prompts, make_args, epochs, batches):
-    """Of 20 rows, 8 in a batch."""
-    args = make_args(total_episodes=131072, num_train_epochs=epochs)
+    """Of 20 rows, 8 in a batch; three passes where nothing is said."""
+    args = make_args(total_episodes=None, num_train_epochs=epochs)
     with pytest.raises(ConfigError, match=r"num_train_epochs: got .*; says how long the run is only together with"):
         _ = args.num_batches
     trainer = new_trainer(make_policy, tokenizer, prompts, args)
@@ -163,11 +165,52 @@ def test_the_lag_in_optimiser_steps_is_that_of_the_schedule(make_args, staleness
             assert max(lags) == (staleness + 1) * per_batch - 1
 
 
-def test_a_reward_model_among_the_functions_says_where_it_goes(
-    make_policy, make_reward_model, tokenizer, prompts, make_args
-):
-    for given, shown in ((make_reward_model(), "a GPTNeoXForSequenceClassification"), ("org/model", "'org/model'")):
-        for functions in (given, [count_letters, given]):
-            right = "must be functions: give a reward model as reward_model"
-            with pytest.raises(ConfigError, match=f"reward_funcs: got .?{shown}.?; {right}"):
-                new_trainer(make_policy, tokenizer, prompts, make_args(), reward_funcs=functions)
+def test_reward_models_among_the_functions(make_policy, make_reward_model, tokenizer, prompts, make_args, tmp_path):
+    """As in TRL: a name is a function that reads the model, with its own tokenizer; a loaded one has another place."""
+    folder = str(tmp_path / "judge")
+    make_reward_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for functions in (folder, [count_letters, folder, RewardModels([folder])]):
+        args = make_args(total_episodes=8, reward_weights=[0.5] if functions == folder else [1.0, 0.5, 0.0])
+        args = replace(args, output_dir=str(tmp_path / str(len(functions))))
+        new_trainer(make_policy, tokenizer, prompts, args, reward_funcs=functions).train()
+    (row,) = metrics(args)
+    assert row["reward/reward_models"] == row["reward/reward_models_2"] != 0
+    assert row["objective/scores"] == pytest.approx(row["reward/count_letters"] + 0.5 * row["reward/reward_models"])
+    for given, right in (
+        (make_reward_model(), "got 'a GPTNeoXForSequenceClassification'; must be a function, or the name of a reward"),
+        (3, "got 'a int'; must be a function, or the name of a reward model; give a loaded one as reward_model"),
+        (str(tmp_path / "other"), "got '.*other'; there is no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=f"reward_funcs: {right}"):
+            new_trainer(make_policy, tokenizer, prompts, make_args(), reward_funcs=[count_letters, given])
+
+
+def test_adapters_as_peft_says_them(make_policy, tokenizer, prompts, make_args):
+    """The same run as with our own keys; what adapters here have not is refused by name."""
+    peft = pytest.importorskip("peft")
+    weights = []
+    for name, lora, given in (
+        ("ours", LoRAConfig(rank=2, alpha=4, target_modules=["dense", "query_key_value"]), None),
+        ("peft", LoRAConfig(), peft.LoraConfig(r=2, lora_alpha=4, target_modules=["query_key_value", "dense"])),
+    ):
+        args = make_args(name, total_episodes=8, learning_rate=0.02, lora=lora)
+        trainer = new_trainer(make_policy, tokenizer, prompts, args, peft_config=given)
+        trainer.train()
+        weights.append({name: p for name, p in trainer.model.named_parameters() if p.requires_grad})
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    every = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+    trainer = new_trainer(make_policy, tokenizer, prompts, make_args("all"), peft_config=peft.LoraConfig(**every))
+    assert (trainer.args.lora.rank, trainer.args.lora.alpha, trainer.args.lora.target_modules) == (8, 8.0, [])
+    for config, error in (
+        (peft.LoraConfig(**every, lora_dropout=0.1), r"peft_config.lora_dropout: got 0.1; must be 0.0: nothing else"),
+        (peft.LoraConfig(**every, use_rslora=True), r"peft_config.use_rslora: got True; must be False: nothing else"),
+        (peft.LoraConfig(), "peft_config.target_modules: got None; must be 'all-linear' or a list of names"),
+        (peft.IA3Config(), "peft_config: got 'IA3Config'; must be peft's LoraConfig; IA3Config is not built in"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            new_trainer(make_policy, tokenizer, prompts, make_args(), peft_config=config)
+    config, args = peft.LoraConfig(**every), make_args(lora=LoRAConfig(rank=1))
+    with pytest.raises(ConfigError, match=r"peft_config: got 'LoraConfig'; must be left out with train\.lora"):
+        new_trainer(make_policy, tokenizer, prompts, args, peft_config=config)

@@ -51,7 +51,8 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     trained = Path(run.train.output_dir)
     models = {POLICY: str(trained / FINAL)}
     if trial.checkpoints:
-        earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != run.train.num_batches]
+        last = read_rows(trained / METRICS)[-1]["batch"]
+        earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != last]
         models |= {path.name: str(path) for path in earlier}
     reference = trial.held_out.ref_model or run.ref_model or run.model
     results = {name: getattr(trial, name) for name in ("name", "setting", "seed")}
