@@ -380,21 +380,38 @@ def drift() -> Iterator[str]:
         yield f"| rank correlation with what is lost | {age} | {' | '.join(ranks)} | |"
 
 
-def sums() -> Iterator[str]:
-    """Right answers of SmolLM2 to held-out sums: to all, and to those that are new in either order. The scores of the
-    first row say which these are; intervals are over questions, whose scores are means over seeds.
+def smollm() -> Iterator[str]:
+    """What recipes/smollm/race.py found: right answers to held-out questions, with intervals over seeds and questions,
+    and the speed, with intervals over seeds; the first ten batches, in which weights are first published, count for
+    neither.
     """
-    mask, *runs = read("sums")
-    new = np.array(mask.scores, dtype=bool)
-    groups: dict[tuple[str, str], list[tuple[int, ...]]] = defaultdict(list)
-    for run in runs:
-        groups[run.setting["algorithm"], run.setting["train.staleness"]].append(run.scores)
-    all_of_them, some = f"right answers to {len(new)} held-out sums", f"to the {new.sum()} that are new in either order"
-    yield from head(f"| | S | seeds | {all_of_them} | {some} |")
-    for (algorithm, staleness), scores in groups.items():
-        mean = np.mean(scores, axis=0)
-        cells = [told(mean_interval(part.tolist()), ".1%") for part in (mean, mean[new])]
-        yield f"| {' | '.join([algorithm, staleness, str(len(scores)), *cells])} |"
+    tasks: dict[str, dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    for run in map(json.loads, (DATA / "smollm.jsonl").read_text().splitlines()):
+        tasks[run["task"]][run["way"]][run["seed"]] = run
+    yield from head("| task | | seeds | right held-out answers | minus S = 0 | seconds a batch | times as fast |")
+    for task, ways in tasks.items():
+        for way, runs in sorted(ways.items()):
+            base = {} if way == "S = 0" else {seed: ways["S = 0"][seed] for seed in runs if seed in ways["S = 0"]}
+            share, lost = "", ""
+            if all("held_out" in run for run in runs.values()):
+                share = told(within(crossed_mean_interval([*map(right, runs.values())])), ".1%")
+                pairs = [np.subtract(right(runs[seed]), right(base[seed])).tolist() for seed in base]
+                lost = told(crossed_mean_interval(pairs), "+.1%") if len(pairs) > 1 else ""
+            faster = [pace(base[seed]) / pace(runs[seed]) for seed in base]
+            cells = [task, way, str(len(runs)), share, lost, f"{fmean(map(pace, runs.values())):.2f}"]
+            yield f"| {' | '.join([*cells, told(mean_interval(faster), '.2f') if len(faster) > 1 else ''])} |"
+
+
+def right(run: Mapping[str, Any]) -> list[float]:
+    """1 where a held-out answer is right, else 0."""
+    return [float(score > 0) for score in run["held_out"]]
+
+
+def pace(run: Mapping[str, Any]) -> float:
+    """Seconds a batch."""
+    seconds = run["seconds"]
+    skipped = min(10, len(seconds) - 1)
+    return float(seconds[-1] - seconds[skipped - 1]) / (len(seconds) - skipped)
 
 
 @cache
@@ -439,7 +456,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     **{name: partial(table_of, name) for name in SWEPT},
     "certificate": certificate,
     "pair_losses": pair_losses,
-    "sums": sums,
+    "smollm": smollm,
     "impulse": impulse,
     "whole_runs": whole_runs,
     "drift": drift,

@@ -94,7 +94,7 @@ ELSEWHERE = {
     "recipes/science/impulse.py": "tests/contract/test_impulse_recipe.py",
     "recipes/science/drift.py": "tests/contract/test_impulse_recipe.py",
     "recipes/smollm/sums": "tests/unit/test_recipes.py",
-    "recipes/smollm/curves.py": "tests/unit/test_recipes.py",
+    "recipes/smollm/race.py": "tests/unit/test_recipes.py",
     "recipes/smollm/": "tests/smollm/test_smollm.py",
     "--config recipes/ray/": "tests/distributed/test_ray.py",
     "sbatch ": "tests/distributed/test_launch.py",

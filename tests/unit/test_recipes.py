@@ -35,9 +35,7 @@ from async_rlhf.config import EvaluateConfig, RelabelConfig, RewardConfig, SFTCo
 from async_rlhf.config.parsing import parse
 from async_rlhf.rewards.functions import load_reward_functions
 from async_rlhf.run.config import RunConfig
-from async_rlhf.studies.sweep.command import start_jobs
 from async_rlhf.studies.sweep.config import SweepConfig
-from async_rlhf.studies.sweep.one_trial import run_start, run_trial
 from async_rlhf.studies.sweep.trials import trials_of
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +75,7 @@ def test_every_recipe_is_read(name, capsys):
 def test_every_setting_of_every_sweep_can_be_run(name):
     config = parse(SweepConfig, "sweep", ["--config", str(FILES[name])])[0]
     trials = trials_of(config)
-    assert len(trials) >= (4 if name == "smollm/sums.yml" else 12)
+    assert len(trials) >= 12
     # All settings take equally many optimiser steps of 64 completions, but for what T and K change.
     steps = {one.run.train.num_batches * one.run.train.num_mini_batches for one in trials}
     assert len(steps) == 1
@@ -112,41 +110,37 @@ def test_the_sweep_varies_one_key(tmp_path):
     assert {config.models["sft"] for config in judged} == {config.ref_model for config in judged} == {trained[0].model}
 
 
-def test_the_sweep_of_sums_judges_its_start_and_trains(stand_in, tmp_path):
-    """As it stands, but for sizes and paths."""
+DATA_OF_RACE = (("train", "train"), ("eval", "held_out"))
+
+
+def test_the_race_of_sums(stand_in, tmp_path, monkeypatch):
+    """As it stands, but for sizes, paths and the model: what each run adds, and the picture of it."""
     run_script("smollm/sums.py", "--largest", 6, "--held_out", 10, "--out", tmp_path / "sums")
     files = [(tmp_path / "sums" / name).read_text().splitlines() for name in ("train.jsonl", "held_out.jsonl")]
     assert list(map(len, files)) == [26, 10]
     assert len({line for file in files for line in file}) == 36
-    values = yaml.safe_load(FILES["smollm/sums.yml"].read_text("utf-8"))
-    values["base"] |= {"model": str(stand_in / "policy")}
-    values["base"]["data"]["train"] = str(tmp_path / "sums/train.jsonl")
-    values["base"]["train"] |= {"batches": 2, "completions_per_batch": 8, "per_device_train_batch_size": 8}
-    values["held_out"] |= {"data": str(tmp_path / "sums/held_out.jsonl"), "max_prompts": 10}
-    (tmp_path / "sums.yml").write_text(yaml.safe_dump(values))
-    output = str(tmp_path / "sweep")
-    config = parse(SweepConfig, "sweep", ["--config", str(tmp_path / "sums.yml"), "--output_dir", output])[0]
-    trials = trials_of(config)
-    (job,) = start_jobs(config, trials)
-    assert len(run_start(job.argument)["scores"]) == 10
-    for trial in (trials[0], trials[-1]):
-        found = run_trial(trial)
-        assert len(found["scores"]) == 10
-        assert math.isfinite(found["kl"]["estimate"])
-    run_script("smollm/curves.py", output, "--output", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").exists()
-
-
-def test_curves_of_sums(tmp_path):
-    for algorithm, lag in (("grpo", 0), ("grpo", 1), ("online_dpo", 0)):
-        folder = tmp_path / "runs" / f"algorithm={algorithm},staleness={lag},seed=0" / "train"
-        folder.mkdir(parents=True)
-        lines = [{"batch": b, "objective/scores": b / 20} for b in range(1, 13)] + [{"batch": 12, "eval_loss": 1.0}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run_script("smollm/curves.py", tmp_path, "--output", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    means = runpy.run_path(str(ROOT / "recipes/smollm/curves.py"))["means"]
-    assert means([0.0, 0.5, 1.0, 1.0, 0.0, 0.25, 0.75]) == [(3.0, 0.5), (6.5, 0.5)]
+    sizes = {"batches": 2, "eval_steps": 2, "completions_per_batch": 16, "per_device_train_batch_size": 8}
+    changes = {f"train.{name}": value for name, value in {**sizes, "report": "false", "num_threads": 1}.items()}
+    changes |= {"model": stand_in / "policy", "train.bf16": "false", "train.generation.dtype": "float32"}
+    changes |= {
+        "train.non_eos_penalty": "false",
+        "reward_funcs": f"[{ROOT}/tests/tiny.py:count_letters]",
+    }  # it learns, untaught
+    changes |= {f"data.{name}": tmp_path / f"sums/{file}.jsonl" for name, file in DATA_OF_RACE}
+    words = [str(word) for name, value in changes.items() for word in (f"--{name}", value)]
+    results, where = tmp_path / "results.jsonl", ["--results", tmp_path / "results.jsonl", "--folder", tmp_path]
+    for _ in range(2):
+        run_script("smollm/race.py", "run", "sums", "--staleness", 0, "--seeds", 0, 1, *where, "--options", *words)
+    runs = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(run["task"], run["way"], run["seed"]) for run in runs] == [("sums", "S = 0", 0), ("sums", "S = 0", 1)]
+    for run in runs:
+        assert len(run["scores"]) == 2
+        assert 0 < run["seconds"][0] < run["seconds"][1]
+        assert len(run["held_out"]) == 10
+    run_script("smollm/race.py", "draw", *where, "--output", tmp_path / "race.png")
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    means = runpy.run_path(str(ROOT / "recipes/smollm/race.py"))["together"]
+    assert means([0.0, 0.5, 1.0, 1.0, 0.0, 0.25, 0.75]) == [0.5, 0.5]
 
 
 # Stand-ins
@@ -240,9 +234,11 @@ def data_of(name: str, folder: Path) -> tuple[Path, Path]:
                 "reasoning_gym/make_data.py", "--task", "leg_counting", "--size", 10, "--seed", seed, "--output", file
             )
         return files
-    if name == "smollm/sums_gpu.yml":
-        run_script("smollm/sums.py", "--largest", 6, "--held_out", 10, "--out", folder / "sums_gpu")
-        return folder / "sums_gpu/train.jsonl", folder / "sums_gpu/held_out.jsonl"
+    task = next((task for task in ("sums", "guess") if name.startswith(f"smollm/{task}")), None)
+    if task is not None:
+        sizes = {"sums": ("--largest", 6), "guess": ("--games", 26)}[task]
+        run_script(f"smollm/{task}.py", *sizes, "--held_out", 10, "--out", folder / "smollm" / task)
+        return folder / f"smollm/{task}/train.jsonl", folder / f"smollm/{task}/held_out.jsonl"
     ending = "_chat.jsonl" if place == "smollm" else ".jsonl"
     return folder / f"docstrings/rl{ending}", folder / f"docstrings/heldout{ending}"
 

@@ -32,6 +32,16 @@ def test_every_run_has_judged_the_same_prompts():
         assert len({(*run.setting.items(), run.seed) for run in runs}) == len(runs)
 
 
+def test_every_run_of_smollm_is_whole():
+    runs = [json.loads(line) for line in (science.DATA / "smollm.jsonl").read_text().splitlines()]
+    assert len({(run["task"], run["way"], run["seed"]) for run in runs}) == len(runs)
+    for run in runs:
+        assert len(run["seconds"]) == len(run["scores"])
+        assert run["seconds"] == sorted(run["seconds"])
+    asked = {(run["task"], len(run["held_out"])) for run in runs if "held_out" in run}
+    assert asked <= {("sums", 400), ("sums_dpo", 400), ("guess", 200)}
+
+
 def branch(seed: int, first: int, changes: list[float]) -> dict:
     right = {str(first + later): x for later, x in zip((0, 1, 2, 4, 8, 16), changes, strict=True)}
     return {"objective": "o", "seed": seed, "kind": "branch", "first": first, "count": 1, "age": 4, "right": right}
