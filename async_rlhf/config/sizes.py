@@ -15,6 +15,8 @@ UNITS_PER_PASS = 8
 ANNOTATED_ROWS = 64
 EPOCHS = 3.0
 """Passes over the data where nothing says how long the run is, as in TRL."""
+_ONCE_THE_DEFAULT = 131_072
+"""Of total_episodes: in run.yml of earlier versions it stands beside batches and num_train_epochs, without meaning."""
 _LONGER = "the run becomes longer"
 
 
@@ -108,12 +110,13 @@ class SizesConfig(TrainingConfig):
             )
             self.require(agree, "completions_per_batch", right)
         said, size = factors if completions is None else f"completions_per_batch {completions}", self.batch_size
-        for name in ("batches", "total_episodes"):
+        for name, idle in (("batches", (None,)), ("total_episodes", (None, _ONCE_THE_DEFAULT))):
             right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
-            free = self.num_train_epochs is None or getattr(self, name) is None
+            free = self.num_train_epochs is None or getattr(self, name) in idle
             self.require(free, "num_train_epochs", right)
         prompts = self.total_episodes
-        if prompts is None:
+        said_twice = self.batches is not None or self.num_train_epochs is not None
+        if prompts is None or (said_twice and prompts == _ONCE_THE_DEFAULT):
             return
         if self.batches is not None:
             right = (
@@ -156,8 +159,9 @@ class SizesConfig(TrainingConfig):
     @property
     def epochs(self) -> float | None:
         """Passes over the data, where these say how long the run is."""
-        said = self.batches is not None or self.total_episodes is not None
-        return EPOCHS if self.num_train_epochs is None and not said else self.num_train_epochs
+        if self.num_train_epochs is None and self.batches is None and self.total_episodes is None:
+            return EPOCHS
+        return self.num_train_epochs
 
     def with_rows(self, rows: int) -> Self:
         """The configuration with total_episodes in place of epochs, for that many rows of training data."""
@@ -172,8 +176,8 @@ class SizesConfig(TrainingConfig):
         if self.batches is not None:
             return self.batches
         right = "says how long the run is only together with the data; use with_rows"
-        self.require(self.total_episodes is not None, "num_train_epochs", right)
-        return self.total_episodes // self.batch_size
+        self.require(self.epochs is None, "num_train_epochs", right)
+        return (self.total_episodes or 0) // self.batch_size
 
     @property
     def prompt_cap(self) -> int:

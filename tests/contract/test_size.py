@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_784, 30_570, 37_715, 16, 451
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_787, 30_573, 37_716, 16, 451
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_896
 """Of benchmarks/ and scripts/."""

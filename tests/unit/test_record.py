@@ -167,6 +167,7 @@ def test_a_noted_command_has_no_secrets(words, shown):
 def test_what_is_played_is_in_the_record_and_on_the_card(tmp_path):
     """A run by the command is repeated by that of its card; one from Python says what was an object."""
     words = ["--model=o/m", "--data.train=o/d", "--train.output_dir=out", "--train.generation.max_turns=2"]
+    words += ["--train.batches=2"]
     game = f"{tmp_path}/games.py:Game(size=3, password='hidden')"
     for given, said in {
         f"--environment={game}": "--environment 'games.py:Game(size=3, password=***)'",
