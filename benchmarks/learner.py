@@ -90,6 +90,7 @@ def experience() -> Experience:
 def update(tokens: int, size: Size) -> tuple[Callable[[], Any], float]:
     """An update in passes of at most so many tokens, and how many tokens it computes for each real one."""
     config = GRPOConfig(
+        batches=1,
         per_device_train_batch_size=ROWS,
         samples_per_prompt=4,
         max_tokens_per_pass=tokens,
