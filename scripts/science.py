@@ -380,15 +380,21 @@ def drift() -> Iterator[str]:
         yield f"| rank correlation with what is lost | {age} | {' | '.join(ranks)} | |"
 
 
+HEAD, TAIL = slice(10), slice(10, None)
+"""Batches of a race's run in which weights are first published and memory is first touched, and the others."""
+
+
 def smollm() -> Iterator[str]:
     """What recipes/smollm/race.py found: right answers to held-out questions, with intervals over seeds and questions,
-    and the speed, with intervals over seeds; the first ten batches, in which weights are first published, count for
-    neither.
+    and the speed after the first ten batches, with intervals over seeds.
     """
     tasks: dict[str, dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for run in map(json.loads, (DATA / "smollm.jsonl").read_text().splitlines()):
         tasks[run["task"]][run["way"]][run["seed"]] = run
-    yield from head("| task | | seeds | right held-out answers | minus S = 0 | seconds a batch | times as fast |")
+    early = "ESS of completions, batches 1 to 10"
+    yield from head(
+        f"| task | | seeds | right held-out answers | minus S = 0 | {early} | after | seconds a batch | times as fast |"
+    )
     for task, ways in tasks.items():
         for way, runs in sorted(ways.items()):
             base = {} if way == "S = 0" else {seed: ways["S = 0"][seed] for seed in runs if seed in ways["S = 0"]}
@@ -398,7 +404,9 @@ def smollm() -> Iterator[str]:
                 pairs = [np.subtract(right(runs[seed]), right(base[seed])).tolist() for seed in base]
                 lost = told(crossed_mean_interval(pairs), "+.1%") if len(pairs) > 1 else ""
             faster = [pace(base[seed]) / pace(runs[seed]) for seed in base]
-            cells = [task, way, str(len(runs)), share, lost, f"{fmean(map(pace, runs.values())):.2f}"]
+            parts = [[x for run in runs.values() for x in run.get("ess", [])[part] if x] for part in (HEAD, TAIL)]
+            ess = [f"{fmean(part):.2f}" if part else "" for part in parts]
+            cells = [task, way, str(len(runs)), share, lost, *ess, f"{fmean(map(pace, runs.values())):.2f}"]
             yield f"| {' | '.join([*cells, told(mean_interval(faster), '.2f') if len(faster) > 1 else ''])} |"
 
 
@@ -409,9 +417,8 @@ def right(run: Mapping[str, Any]) -> list[float]:
 
 def pace(run: Mapping[str, Any]) -> float:
     """Seconds a batch."""
-    seconds = run["seconds"]
-    skipped = min(10, len(seconds) - 1)
-    return float(seconds[-1] - seconds[skipped - 1]) / (len(seconds) - skipped)
+    after = run["seconds"][HEAD.stop - 1 :]
+    return float(after[-1] - after[0]) / (len(after) - 1)
 
 
 @cache

@@ -206,8 +206,7 @@ class ServeConfig(AnyVLLMConfig, ModelCodeConfig):
     """A vLLM server for runs with ``generation.placement: server``.
 
     Only the architecture of the model is read; its weights come from the run, unless ``weights`` says otherwise. If a
-    key is set, every request except
-    GET /health needs it, including vLLM's own endpoints for loading weights.
+    key is set, every request except GET /health needs it, including vLLM's own endpoints for loading weights.
     """
 
     model: str = key(REQUIRED, names="source")
@@ -224,7 +223,7 @@ class ServeConfig(AnyVLLMConfig, ModelCodeConfig):
     ASYNC_RLHF_API_KEY than on the command line, which every user of the host can read."""
     open: bool = key(False, role="place")
     """Listen on other addresses without a key; anyone who reaches the port can then load weights and call methods."""
-    weights: Literal["run", "model"] = key("run", role="place")
+    weights: Literal["run", "model"] = "run"
     """ "run" waits for a run's weights; "model" serves those of the model, by vLLM's endpoints for chats, texts and
     log-probabilities, to programs that evaluate models. No run can use it then."""
     dtype: Dtype = "bfloat16"

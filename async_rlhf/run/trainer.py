@@ -277,8 +277,8 @@ def _functions(reward_funcs: RewardFunction | str | Sequence[RewardFunction | st
     return tuple(functions)
 
 
-_SAID_OF_ADAPTERS = {"r", "lora_alpha", "target_modules"}
-_WITHOUT_MEANING = {"task_type", "peft_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version"}
+_DESCRIPTIVE = {"base_model_name_or_path", "revision", "peft_version"}
+"""What a LoraConfig says of files that it was saved in, and decides nothing."""
 
 
 def _adapters(config: Any, args: OnlineConfig) -> LoRAConfig:
@@ -294,19 +294,13 @@ def _adapters(config: Any, args: OnlineConfig) -> LoRAConfig:
     named = modules == "all-linear" or isinstance(modules, (set, list, tuple))
     right = "must be 'all-linear' or a list of names: what peft takes for others depends on the model"
     require(named, "peft_config.target_modules", modules, right)
-    plain = type(config)(r=config.r, lora_alpha=config.lora_alpha, target_modules=modules)
+    plain = type(config)(r=config.r, lora_alpha=config.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
     for item in fields(config):
-        found, usual = getattr(config, item.name), getattr(plain, item.name)
-        known = item.name in _SAID_OF_ADAPTERS | _WITHOUT_MEANING
-        require(
-            known or found == usual, f"peft_config.{item.name}", found, f"must be {usual!r}: nothing else is built in"
-        )
-    return replace(
-        args.lora,
-        rank=config.r,
-        alpha=config.lora_alpha,
-        target_modules=[] if modules == "all-linear" else sorted(modules),
-    )
+        name, found, usual = item.name, getattr(config, item.name), getattr(plain, item.name)
+        fits = found == usual or name in _DESCRIPTIVE or (name, found) == ("task_type", None)
+        require(fits, f"peft_config.{name}", found, f"must be {usual!r}: nothing else is built in")
+    names = [] if modules == "all-linear" else sorted(modules)
+    return replace(args.lora, rank=config.r, alpha=config.lora_alpha, target_modules=names)
 
 
 def formatted(rows: Rows, formatting_func: Callable[[Mapping[str, Any]], Any], field: str) -> Rows:

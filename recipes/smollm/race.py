@@ -67,7 +67,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {
         "seconds": [round(second, 2) for second in accumulate(line["time/batch"] for line in batches)],
         "scores": [round(line["objective/scores"], 4) for line in batches],
-        "ess": round(fmean(line.get("val/ess_sequence", 1.0) for line in batches[-TOGETHER:]), 4),
+        "ess": [line.get("val/ess_sequence") and round(line["val/ess_sequence"], 3) for line in batches],
         "held_out": [round(answer["score"], 4) for answer in answers if answer["batch"] == last],
     }
 

@@ -19,6 +19,7 @@ from datasets import load_dataset
 from race import HERE, RESULTS, add
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl import __version__ as version
 
 from async_rlhf.rewards import numeric_answer
 
@@ -79,7 +80,7 @@ def main() -> None:
     trainer.train()
     scores = [round(log["reward"], 4) for log in trainer.state.log_history if "reward" in log]
     add(
-        {"task": "sums", "way": "TRL 1.16", "seed": wanted.seed, "seconds": clock.seconds, "scores": scores},
+        {"task": "sums", "way": f"TRL {version}", "seed": wanted.seed, "seconds": clock.seconds, "scores": scores},
         wanted.results,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ import httpx
 import pytest
 import torch
 import transformers as hf
-from conftest import apart
+from conftest import CACHE, apart, beside
 from ports import free_port
 from tiny import LLAMA_SIZES, byte_tokenizer, json_rows
 
@@ -116,21 +115,35 @@ def greedy(served: Served, question: str) -> str:
     return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
 
+@pytest.mark.foreign
+def test_trl_trains_on_the_same_sums(served):
+    """The script that puts TRL's curve beside ours, with a tiny model: a line of what it logged."""
+    beside("trl", "trl==1.16.0")
+    places = [str(CACHE / "trl"), str(ROOT)]
+    words = [sys.executable, "recipes/smollm/trl_grpo.py", "--batches", "2", "--results", "results.jsonl"]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(words, cwd=served.folder, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json_rows(served.folder / "results.jsonl")
+    assert (row["task"], row["way"], row["seed"], len(row["scores"])) == ("sums", "TRL 1.16.0", 0, 2)
+    assert 0 < row["seconds"][0] < row["seconds"][1]
+
+
 LM_EVAL = ("lm-eval", "lm_eval[api]==0.4.13", "transformers")
 
 
-def samples(folder: Path, name: str) -> list[dict]:
+def asked(served: Served, model: str, task: str) -> list[dict]:
     """What lm-evaluation-harness logged of each question."""
-    (file,) = folder.glob(f"out/**/samples_{name}_*.jsonl")
-    return json_rows(file)
+    run(served, apart(*LM_EVAL), f"lm-eval run --model {model}", "--output_path", "out", "--log_samples")
+    (file,) = served.folder.glob(f"out/**/samples_{task}_*.jsonl")
+    found = json_rows(file)
+    assert len(found) == QUESTIONS
+    return found
 
 
 @pytest.mark.foreign
 def test_lm_eval_gets_the_models_log_likelihoods(served):
-    run(served, apart(*LM_EVAL), "lm-eval run --model local-completions", "--output_path", "out", "--log_samples")
-    found = samples(served.folder, "sums_choice")
-    assert len(found) == QUESTIONS
-    for row in found:
+    for row in asked(served, "local-completions", "sums_choice"):
         assert len(row["filtered_resps"]) == 4
         for arguments, (value, _) in zip(row["arguments"].values(), row["filtered_resps"], strict=True):
             assert float(value) == pytest.approx(loglikelihood(served, *arguments.values()), abs=1e-3)
@@ -138,10 +151,7 @@ def test_lm_eval_gets_the_models_log_likelihoods(served):
 
 @pytest.mark.foreign
 def test_lm_eval_gets_the_models_chats(served):
-    run(served, apart(*LM_EVAL), "lm-eval run --model local-chat", "--output_path", "out", "--log_samples")
-    found = samples(served.folder, "sums_generate")
-    assert len(found) == QUESTIONS
-    for row in found:
+    for row in asked(served, "local-chat", "sums_generate"):
         said = greedy(served, row["doc"]["messages"][0]["content"])
         assert row["resps"][0][0] == said.split("\n\n")[0]
 
@@ -158,4 +168,3 @@ def test_inspect_gets_the_models_chats(served):
     for sample in log["samples"]:
         said = sample["output"]["choices"][0]["message"]["content"]
         assert said.strip() == greedy(served, sample["input"][0]["content"]).strip()
-    assert re.search(r"sums", log["eval"]["task"])

@@ -206,6 +206,10 @@ def test_adapters_as_peft_says_them(make_policy, tokenizer, prompts, make_args):
     assert (trainer.args.lora.rank, trainer.args.lora.alpha, trainer.args.lora.target_modules) == (8, 8.0, [])
     for config, error in (
         (peft.LoraConfig(**every, lora_dropout=0.1), r"peft_config.lora_dropout: got 0.1; must be 0.0: nothing else"),
+        (
+            peft.LoraConfig(**every | {"task_type": "SEQ_CLS"}),
+            "peft_config.task_type: got 'SEQ_CLS'; must be 'CAUSAL_LM'",
+        ),
         (peft.LoraConfig(**every, use_rslora=True), r"peft_config.use_rslora: got True; must be False: nothing else"),
         (peft.LoraConfig(), "peft_config.target_modules: got None; must be 'all-linear' or a list of names"),
         (peft.IA3Config(), "peft_config: got 'IA3Config'; must be peft's LoraConfig; IA3Config is not built in"),

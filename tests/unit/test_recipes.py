@@ -5,6 +5,7 @@ Only sizes, paths and the engine are changed. What is made by one recipe is read
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -108,6 +109,20 @@ def test_the_sweep_varies_one_key(tmp_path):
     judged = [parse(EvaluateConfig, "evaluate", line[1:])[0] for line in lines[1::2]]
     assert [config.run for config in judged] == [config.train.output_dir for config in trained]
     assert {config.models["sft"] for config in judged} == {config.ref_model for config in judged} == {trained[0].model}
+
+
+def test_guesses_are_answered():
+    """By the recipe for SmolLM2: a hint for each wrong guess, and a reward that shrinks with them."""
+    game = runpy.run_path(str(ROOT / "recipes/smollm/guess.py"))["Guess"]()
+
+    async def play(*guesses: str) -> list[tuple[str | None, float, bool]]:
+        await game.reset({"number": 7}, 0)
+        found = [await game.step({"content": guess}) for guess in guesses]
+        return [(one.messages[0]["content"] if one.messages else None, one.reward, one.done) for one in found]
+
+    told = asyncio.run(play("5", "Is it 9?", "five", "3 or 4", "It is 7."))
+    hints = ["Higher.", "Lower.", "That is not a number.", "That is not a number."]
+    assert told == [*[(hint, 0.0, False) for hint in hints], (None, pytest.approx(0.8), True)]
 
 
 DATA_OF_RACE = (("train", "train"), ("eval", "held_out"))

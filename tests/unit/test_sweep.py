@@ -191,9 +191,10 @@ def test_one_failing_run_is_told_and_the_others_are_done(make_sweep, tmp_path):
     assert [json.loads(row)["setting"]["reward_funcs"] for row in rows] == [json.dumps([REWARD])]
 
 
-def test_checkpoints_are_judged_and_what_is_not_kept_is_deleted(make_sweep, tmp_path):
+@pytest.mark.parametrize("length", [{"batches": 3}, {"batches": None, "num_train_epochs": 0.5}])
+def test_checkpoints_are_judged_and_what_is_not_kept_is_deleted(make_sweep, tmp_path, length):
     config = make_sweep(grid={}, seeds=[0], baseline={}, checkpoints=True, keep="results")
-    config.base["train"]["save_steps"] = 2
+    config.base["train"] = {**config.base["train"], "save_steps": 2, **length}
     results = run_sweep(config)["seed=0"]
     assert list(results["path"]) == ["checkpoint-2"]
     assert results["path"]["checkpoint-2"]["kl"]["estimate"] != results["kl"]["estimate"]

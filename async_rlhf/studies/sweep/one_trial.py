@@ -51,7 +51,8 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     trained = Path(run.train.output_dir)
     models = {POLICY: str(trained / FINAL)}
     if trial.checkpoints:
-        last = read_rows(trained / METRICS)[-1]["batch"]
+        by_data = run.train.epochs is not None
+        last = read_rows(trained / METRICS)[-1]["batch"] if by_data else run.train.num_batches
         earlier = [path for path in Checkpoints(trained).all() if batch_of(path.name) != last]
         models |= {path.name: str(path) for path in earlier}
     reference = trial.held_out.ref_model or run.ref_model or run.model
