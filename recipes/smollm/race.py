@@ -1,11 +1,11 @@
 """SmolLM2 in turn and at once: runs of a recipe one after another, and what came of them over seconds.
 
     python recipes/smollm/race.py run sums --staleness 0 1 2 --seeds 0 1 2 3 4
-    python recipes/smollm/race.py draw --output docs/smollm.png
+    python recipes/smollm/race.py draw --output runs/smollm/race.png
 
 `run` trains with nothing beside it, as seconds are measured: leave the machine idle. Runs that are done are skipped. Of
 each it adds a line to --results: seconds and score of every batch, and the score of every held-out question at the end.
-`draw` makes the picture; `python scripts/science.py` the table. trl_grpo.py adds the lines of TRL.
+`draw` makes the picture. trl_grpo.py adds the lines of TRL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from async_rlhf.studies.report.charts import Axis, Key, Row, Series, Spec, curves, figure, render_png
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parents[1] / "docs" / "science" / "smollm.jsonl"
+RESULTS = Path("runs/smollm/race/results.jsonl")
 TASKS = {"sums": "sums, GRPO", "sums_dpo": "sums, online DPO", "guess": "guess, GRPO"}
 TOGETHER = 5
 """Batches of a mean."""
@@ -79,6 +79,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 def add(run: dict[str, Any], results: Path) -> None:
     """One line more."""
+    results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("a") as file:
         file.write(f"{json.dumps(run)}\n")
 

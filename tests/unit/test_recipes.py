@@ -143,7 +143,7 @@ def test_the_race_of_sums(stand_in, tmp_path, monkeypatch):
     }  # it learns, untaught
     changes |= {f"data.{name}": tmp_path / f"sums/{file}.jsonl" for name, file in DATA_OF_RACE}
     words = [str(word) for name, value in changes.items() for word in (f"--{name}", value)]
-    results, where = tmp_path / "results.jsonl", ["--results", tmp_path / "results.jsonl", "--folder", tmp_path]
+    results, where = tmp_path / "new/results.jsonl", ["--results", tmp_path / "new/results.jsonl", "--folder", tmp_path]
     for _ in range(2):
         run_script("smollm/race.py", "run", "sums", "--staleness", 0, "--seeds", 0, 1, *where, "--options", *words)
     runs = [json.loads(line) for line in results.read_text().splitlines()]
