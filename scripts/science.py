@@ -399,20 +399,15 @@ def smollm() -> Iterator[str]:
         for way, runs in sorted(ways.items()):
             base = {} if way == "S = 0" else {seed: ways["S = 0"][seed] for seed in runs if seed in ways["S = 0"]}
             share, lost = "", ""
-            if all("held_out" in run for run in runs.values()):
-                share = told(within(crossed_mean_interval([*map(right, runs.values())])), ".1%")
-                pairs = [np.subtract(right(runs[seed]), right(base[seed])).tolist() for seed in base]
+            if all("right" in run for run in runs.values()):
+                share = told(within(crossed_mean_interval([run["right"] for run in runs.values()])), ".1%")
+                pairs = [np.subtract(runs[seed]["right"], base[seed]["right"]).tolist() for seed in base]
                 lost = told(crossed_mean_interval(pairs), "+.1%") if len(pairs) > 1 else ""
             faster = [pace(base[seed]) / pace(runs[seed]) for seed in base]
             parts = [[x for run in runs.values() for x in run.get("ess", [])[part] if x] for part in (HEAD, TAIL)]
             ess = [f"{fmean(part):.2f}" if part else "" for part in parts]
             cells = [task, way, str(len(runs)), share, lost, *ess, f"{fmean(map(pace, runs.values())):.2f}"]
             yield f"| {' | '.join([*cells, told(mean_interval(faster), '.2f') if len(faster) > 1 else ''])} |"
-
-
-def right(run: Mapping[str, Any]) -> list[float]:
-    """1 where a held-out answer is right, else 0."""
-    return [float(score > 0) for score in run["held_out"]]
 
 
 def pace(run: Mapping[str, Any]) -> float:

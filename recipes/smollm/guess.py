@@ -22,18 +22,25 @@ QUESTION = f"I think of a number from 1 to {HIGHEST}. You have {TURNS} guesses. 
 
 
 class Guess:
-    """Says "Higher." or "Lower." until the guess is right. That pays 1, less 0.05 for each guess before it."""
+    """Says "Higher." or "Lower." until the guess is right: 0.9, less 0.05 for each guess before it.
+
+    To begin with a number pays 0.1: a model that never does has nothing to learn from.
+    """
 
     async def reset(self, row, seed):
         self.number, self.turns = row["number"], 0
 
     async def step(self, message):
-        numbers, self.turns = re.findall(r"\d+", message["content"]), self.turns + 1
-        guess = int(numbers[0]) if len(numbers) == 1 else None
-        if guess == self.number:
-            return Observation(reward=1.05 - 0.05 * self.turns, done=True, metrics={"right": 1})
-        hint = "That is not a number." if guess is None else "Higher." if guess < self.number else "Lower."
-        return Observation([{"role": "user", "content": hint}], metrics={"right": 0})
+        numbers, self.turns = [int(digits) for digits in re.findall(r"\d+", message["content"])], self.turns + 1
+        guess = numbers[0] if len(numbers) == 1 and 1 <= numbers[0] <= HIGHEST else None
+        begun = 0.1 if self.turns == 1 and guess else 0.0
+        if guess is None:
+            hint = f"That is not a number from 1 to {HIGHEST}."
+        elif guess == self.number:
+            return Observation(reward=begun + 0.95 - 0.05 * self.turns, done=True, metrics={"right": 1})
+        else:
+            hint = "Higher." if guess < self.number else "Lower."
+        return Observation([{"role": "user", "content": hint}], reward=begun, metrics={"right": 0})
 
     def close(self):
         pass

@@ -4,8 +4,8 @@
     python recipes/smollm/race.py draw --output runs/smollm/race.png
 
 `run` trains with nothing beside it, as seconds are measured: leave the machine idle. Runs that are done are skipped. Of
-each it adds a line to --results: seconds and score of every batch, and the score of every held-out question at the end.
-`draw` makes the picture. trl_grpo.py adds the lines of TRL.
+each it adds a line to --results: seconds and score of every batch, and of each held-out question the share of right
+answers at the end. `draw` makes the picture. trl_grpo.py adds the lines of TRL.
 """
 
 from __future__ import annotations
@@ -59,16 +59,21 @@ def main() -> None:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Seconds and scores of a run, and its last answers to held-out questions."""
+    """Seconds and scores of a run, and of each held-out question the share of its last answers that were right: a game
+    is won with 0.75 at least.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     batches = [line for line in lines if "time/batch" in line]
     answers = [json.loads(line) for line in (folder / "eval_samples.jsonl").read_text().splitlines()]
-    last = max(answer["batch"] for answer in answers)
+    last, right = max(answer["batch"] for answer in answers), defaultdict(list)
+    for answer in answers:
+        if answer["batch"] == last:
+            right[answer["row"]].append(answer["score"] > 0.5)
     return {
         "seconds": [round(second, 2) for second in accumulate(line["time/batch"] for line in batches)],
         "scores": [round(line["objective/scores"], 4) for line in batches],
         "ess": [line.get("val/ess_sequence") and round(line["val/ess_sequence"], 3) for line in batches],
-        "held_out": [round(answer["score"], 4) for answer in answers if answer["batch"] == last],
+        "right": [round(fmean(right[row]), 4) for row in sorted(right)],
     }
 
 

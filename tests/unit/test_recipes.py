@@ -120,9 +120,12 @@ def test_guesses_are_answered():
         found = [await game.step({"content": guess}) for guess in guesses]
         return [(one.messages[0]["content"] if one.messages else None, one.reward, one.done) for one in found]
 
-    told = asyncio.run(play("5", "Is it 9?", "five", "3 or 4", "It is 7."))
-    hints = ["Higher.", "Lower.", "That is not a number.", "That is not a number."]
-    assert told == [*[(hint, 0.0, False) for hint in hints], (None, pytest.approx(0.8), True)]
+    told = asyncio.run(play("Is it 9?", "5", "five", "3 or 4", "It is 7."))
+    hints = ["Lower.", "Higher.", *["That is not a number from 1 to 10."] * 2]
+    wrong = [(hint, pay, False) for hint, pay in zip(hints, (0.1, 0.0, 0.0, 0.0), strict=True)]
+    assert told == [*wrong, (None, pytest.approx(0.7), True)]
+    assert asyncio.run(play("7")) == [(None, pytest.approx(1.0), True)]
+    assert asyncio.run(play("11", "7")) == [(hints[2], 0.0, False), (None, pytest.approx(0.85), True)]
 
 
 DATA_OF_RACE = (("train", "train"), ("eval", "held_out"))
@@ -151,7 +154,7 @@ def test_the_race_of_sums(stand_in, tmp_path, monkeypatch):
     for run in runs:
         assert len(run["scores"]) == 2
         assert 0 < run["seconds"][0] < run["seconds"][1]
-        assert len(run["held_out"]) == 10
+        assert len(run["right"]) == 10
     run_script("smollm/race.py", "draw", *where, "--output", tmp_path / "race.png")
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
     means = runpy.run_path(str(ROOT / "recipes/smollm/race.py"))["together"]

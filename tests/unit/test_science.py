@@ -38,7 +38,7 @@ def test_every_run_of_smollm_is_whole():
     for run in runs:
         assert len(run["seconds"]) == len(run["scores"])
         assert run["seconds"] == sorted(run["seconds"])
-    asked = {(run["task"], len(run["held_out"])) for run in runs if "held_out" in run}
+    asked = {(run["task"], len(run["right"])) for run in runs if "right" in run}
     assert asked <= {("sums", 400), ("sums_dpo", 400), ("guess", 200)}
 
 
