@@ -15,7 +15,7 @@ from tiny import byte_tokenizer, json_rows
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.evaluation.generations import read_generations
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, original_perplexity, response_logprob_sums
-from async_rlhf.commands.evaluation.statistics import length_controlled_win_rate, outcomes
+from async_rlhf.commands.evaluation.statistics import clustered_mean_interval, length_controlled_win_rate, outcomes
 from async_rlhf.commands.generate import run_generate
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, JudgeConfig, VLLMConfig
@@ -505,6 +505,16 @@ def test_evaluation_judges_episodes_by_their_own_rewards_and_functions(playing, 
     text = (tmp_path / "evaluation" / "evaluation.txt").read_text()
     assert "turns" in text
     assert "KL and perplexities are of single answers" in text
+
+
+def test_games_that_begin_alike_are_told_apart_by_their_rows(playing, tmp_path):
+    """The interval is over games: of four rows, three times each, it is over four."""
+    (tmp_path / "held.jsonl").write_text(json_lines({"query": "p", "n": i % 4} for i in range(12)))
+    options = {item.name: getattr(playing, item.name) for item in fields(playing)}
+    found = run_evaluate(EvaluateConfig(**options | {"output_dir": str(tmp_path / "evaluation")}))
+    rows = [row["models"]["final"] for row in json_rows(tmp_path / "evaluation" / "samples.jsonl")]
+    expected = clustered_mean_interval([row["score"] for row in rows], [i % 4 for i in range(12)])
+    assert found["models"]["final"]["gold_mean"] == pytest.approx(expected._asdict())
 
 
 def test_an_agent_alone_gives_the_scores_and_tools_need_a_judge(playing, tmp_path):

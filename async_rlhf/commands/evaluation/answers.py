@@ -82,8 +82,10 @@ class Evaluation:
 
     @property
     def clusters(self) -> list[str]:
-        """Clusters of dependent answers: those to the same prompt, if the data repeats one."""
-        return [line.query for line in self.lines]
+        """Clusters of dependent answers: those to the same prompt, if the data repeats one; of games, which may all begin
+        with one question, those of the same row.
+        """
+        return [line.query + (str(line.columns) if self.plays else "") for line in self.lines]
 
     def gold(self, one: Answers) -> dict[str, Any]:
         """The mean gold reward, if there is one."""
