@@ -82,8 +82,8 @@ class Evaluation:
 
     @property
     def clusters(self) -> list[str]:
-        """Clusters of dependent answers: those to the same prompt, if the data repeats one; of games, which may all begin
-        with one question, those of the same row.
+        """Clusters of dependent answers: those to the same prompt, if the data repeats one; of games, those of the same
+        row, as all may begin with one question.
         """
         return [line.query + (str(line.columns) if self.plays else "") for line in self.lines]
 
