@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
-    if not any(part.startswith(".") or part == "runs" for part in path.relative_to(ROOT).parts)
+    if not any(part.startswith(".") or part in ("build", "runs") for part in path.relative_to(ROOT).parts)
 )
 PROGRAMS = (
     "async-rlhf|torchrun|accelerate|sbatch|python|[.]venv/bin/python|make|pip|curl|ray|head|grep|export|for|DRY_RUN"
