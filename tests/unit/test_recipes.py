@@ -155,7 +155,7 @@ def test_the_race_of_sums(stand_in, tmp_path, monkeypatch):
         assert len(run["scores"]) == 2
         assert 0 < run["seconds"][0] < run["seconds"][1]
         assert len(run["right"]) == 10
-        # Four answers to each question, and a letter more pays 1 more.
+        # Of four answers to each question.
         assert {4 * share % 1 for share in run["right"]} == {0}
     answers = json_rows(tmp_path / "sums,0,0" / "eval_samples.jsonl")
     shares = [sum(one["score"] > 0.5 for one in answers if one["row"] == row) / 4 for row in range(10)]
