@@ -7,6 +7,8 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from async_rlhf.generation.episodes.endpoint import RefusedError
@@ -60,6 +62,23 @@ class Sleepy(Echo):
 
     async def step(self, message: Message) -> Observation:
         await asyncio.sleep(random.SystemRandom().uniform(0.02, 0.05))
+        return await super().step(message)
+
+
+class Patient(Sleepy):
+    """The same, but a game of batch b waits after its first message until the weights after batch b-1 are published, as
+    a file of that name in the row's folder says: whatever the machine does, new weights come between its turns.
+    """
+
+    begun = count()
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:  # not in a thread: in their order
+        self.awaited = Path(row["published"], str(next(self.begun) // row["batch_size"]))
+        return super().reset(row, seed)
+
+    async def step(self, message: Message) -> Observation:
+        while not self.awaited.exists():
+            await asyncio.sleep(0.01)
         return await super().step(message)
 
 

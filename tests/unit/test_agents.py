@@ -514,6 +514,38 @@ def test_what_belongs_to_a_loop_may_be_kept_between_requests(tmp_path, chats, in
     assert len(loops) == 1
 
 
+def test_in_flight_nobody_waits_for_an_agent_that_waits(tmp_path, chats):
+    """What is complete is given, and new prompts begin, though no agent asks for an answer meanwhile."""
+    given, waited, asked = set(), [], 0
+
+    async def agent(client, row):
+        await client.chat(SAID)
+        if row["number"] == 0:
+            async with asyncio.timeout(10.0):
+                while given != {1, 2}:
+                    await asyncio.sleep(0.01)
+            waited.append(True)
+        await asyncio.sleep(0.1)  # so that it ends when no answer is sampled
+        return 1.0
+
+    args = new_args(tmp_path, generation={"response_length": 6, "max_turns": 3, "stop_token_ids": STOPS[1:]})
+    rows = [{"query": [{"role": "user", "content": f"q{i}"}], "number": i} for i in range(3)]
+    policy = new_policy(max_position_embeddings=160)
+    trainer = OnlineTrainer(policy, args, rows, agent=agent, processing_class=chats)
+    stream = trainer.run.prompts.stream
+    prompts = sorted((stream.prompt(i) for i in range(3)), key=lambda prompt: prompt.columns["number"])
+
+    def more(places):  # two at once, the last when it is asked for the second time since the one was given
+        nonlocal asked
+        asked += 1 in given
+        return [prompts.pop(0) for _ in range(2 if len(prompts) == 3 else len(prompts) * (asked > 1))]
+
+    for number, _ in EpisodeSampler(trainer.run.engine).stream(more):
+        given.add(number)
+    assert given == {0, 1, 2}
+    assert len(waited) == args.samples_per_prompt
+
+
 def test_an_agent_may_stop_waiting_for_an_answer(tmp_path, chats):
     async def agent(client, row):
         with suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from checked_episodes import check_episode, models_of, watch
 from conftest import LONGEST, PARAMS, metrics_of, new_args, new_policy, same_metrics, served_by
-from environments import SLOW, Echo, Sleepy
+from environments import SLOW, Echo, Patient
 from tiny import PROMPTS, rare
 
 from async_rlhf import OnlineDPOTrainer
@@ -20,6 +21,7 @@ from async_rlhf.config.episodes import World
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.episodes.spec import episodes_of
+from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.models.chats import ChatTemplate
 
 pytestmark = pytest.mark.vllm
@@ -32,10 +34,10 @@ BATCHES = 3
 EXACT = {"staleness": 1, "total_episodes": 8 * BATCHES, "learning_rate": 5e-3}
 
 
-def train(args, tokenizer, environment=Echo, **sizes: int) -> list[dict[str, float]]:
+def train(args, tokenizer, environment=Echo, prompts=PROMPTS, **sizes: int) -> list[dict[str, float]]:
     """Train; the metrics of every batch."""
     policy = new_policy(**sizes)
-    OnlineDPOTrainer(policy, args, PROMPTS, environment=environment, processing_class=tokenizer).train()
+    OnlineDPOTrainer(policy, args, prompts, environment=environment, processing_class=tokenizer).train()
     return metrics_of(args.output_dir)
 
 
@@ -145,7 +147,9 @@ def test_an_agent_plays_the_same_by_a_process_and_a_server(server, make_args, to
 
 
 @pytest.mark.parametrize("where", ["process", "server"])
-def test_in_flight_every_token_is_of_the_weights_that_it_names(where, request, make_args, tokenizer, monkeypatch):
+def test_in_flight_every_token_is_of_the_weights_that_it_names(
+    where, request, make_args, tokenizer, monkeypatch, tmp_path
+):
     """New weights come between two turns and between two tokens, none beyond the bound."""
     options = {} if where == "process" else served_by(request.getfixturevalue("server"))
     staleness, count, sizes = 2, 6, {"max_position_embeddings": LONGEST}
@@ -156,7 +160,17 @@ def test_in_flight_every_token_is_of_the_weights_that_it_names(where, request, m
         learning_rate=5e-3,
     )
     batches, weights = watch(monkeypatch)
-    metrics = train(args, tokenizer, Sleepy, **sizes)
+    publish, published = RemoteGenerator.publish, tmp_path / "published"
+
+    def publish_and_tell(generator, policy, version):
+        publish(generator, policy, version)
+        (published / str(version)).touch()
+
+    published.mkdir()
+    monkeypatch.setattr(RemoteGenerator, "publish", publish_and_tell)
+    monkeypatch.setattr(Patient, "begun", itertools.count())
+    prompts = [{**row, "published": str(published), "batch_size": 16} for row in PROMPTS]
+    metrics = train(args, tokenizer, Patient, prompts, **sizes)
     models, several = models_of(weights, partial(new_policy, **sizes)), 0
     assert [batch.index for batch in batches] == list(range(1, count + 1))
     for batch, row in zip(batches, metrics, strict=True):

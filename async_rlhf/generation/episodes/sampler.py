@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, TypeVar
 
 from async_rlhf.distributed.collectives import Ranks
@@ -99,7 +100,7 @@ class EpisodeSampler:
     ) -> Iterator[tuple[int, tuple[Sample, ...]]]:
         decoding: dict[int, Turn] = {}
         """Turns that the engine has, by its number."""
-        numbers, samples_per_prompt = 0, self.engine.params.samples_per_prompt
+        samples_per_prompt = self.engine.params.samples_per_prompt
 
         def tick() -> None:
             for _ in range(_TICKS):
@@ -112,19 +113,19 @@ class EpisodeSampler:
                 under_way.begin(prompt)
 
         def turns(places: int) -> Sequence[Turn]:
-            nonlocal numbers
             loop.run_until_complete(begin(places))
             tick()
-            while not decoding and not under_way.asked and under_way.left:
+            # What is complete is given at once, though all others wait for environments: the engine's stream ends.
+            while not (decoding or under_way.asked or under_way.finished) and under_way.left:
                 loop.run_until_complete(under_way.changed_within(_LOOK_SECONDS))
                 self._heartbeat()
+                loop.run_until_complete(begin(places))
             taken = under_way.take(places)
-            decoding.update(enumerate(taken, start=numbers))
-            numbers += len(taken)
+            decoding.update({next(numbers): turn for turn in taken})
             return taken
 
         while True:
-            numbers = 0
+            numbers = count()
             with drawing(self.engine, replace(self.engine.params, samples_per_prompt=1)):
                 for number, (sample,) in self.engine.stream(turns):
                     under_way.answer(decoding.pop(number), sample)
@@ -146,7 +147,8 @@ class _UnderWay:
         self._decoding: dict[int, asyncio.Future[Sample]] = {}
         """Who waits for a turn that an engine has, by the turn's id."""
         self._begun = 0
-        self._complete: list[tuple[int, tuple[Sample, ...]]] = []
+        self.finished: list[tuple[int, tuple[Sample, ...]]] = []
+        """What :meth:`complete` will give."""
         self.left: set[asyncio.Task[None]] = set()
         """Episodes that have not ended."""
         self._changed = asyncio.Event()
@@ -170,7 +172,7 @@ class _UnderWay:
 
         ended[key[1]] = await self._player.play(prompt, key[1], self._params, ask, self._evaluated)
         if len(ended) == self._params.samples_per_prompt:
-            self._complete.append((key[0], tuple(ended[k] for k in sorted(ended))))
+            self.finished.append((key[0], tuple(ended[k] for k in sorted(ended))))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.left.discard(task)
@@ -206,7 +208,7 @@ class _UnderWay:
 
     def complete(self) -> list[tuple[int, tuple[Sample, ...]]]:
         """The prompts whose episodes have all ended since it was last called, by their numbers."""
-        found, self._complete = self._complete, []
+        found, self.finished = self.finished, []
         return found
 
     async def end(self) -> None:
