@@ -24,7 +24,7 @@ from async_rlhf.studies.report.charts import Axis, Key, Row, Series, Spec, curve
 
 HERE = Path(__file__).parent
 RESULTS = Path("runs/smollm/race/results.jsonl")
-TASKS = {"sums": "sums, GRPO", "sums_dpo": "sums, online DPO", "guess": "guess, GRPO"}
+TASKS = {"sums": "sums, GRPO", "sums_dpo": "sums, online DPO", "sums_hints": "sums in two turns, GRPO"}
 TOGETHER = 5
 """Batches of a mean."""
 
@@ -59,8 +59,8 @@ def main() -> None:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Seconds and scores of a run, and of each held-out question the share of its last answers that were right: a game
-    is won with 0.75 at least.
+    """Seconds and scores of a run, and of each held-out question the share of its last answers that were right, if
+    only after a hint.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     batches = [line for line in lines if "time/batch" in line]

@@ -1,4 +1,5 @@
-"""Sums of two numbers as questions, for a model that chats: what GRPO and online DPO train SmolLM2 on.
+"""Sums of two numbers as questions, for a model that chats: what GRPO and online DPO train SmolLM2 on; and the same in
+two turns, with a hint between them.
 
     python recipes/smollm/sums.py --out runs/smollm/sums
 
@@ -10,14 +11,35 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from async_rlhf import Observation
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.system.files import whole_file
 
 QUESTION = "What is {} + {}? Answer with the number only."
+
+
+class Hints:
+    """Says "Too low." or "Too high." to a wrong sum, once. The right one pays 1, after the hint 0.6."""
+
+    async def reset(self, row, seed):
+        self.sum, self.hinted = int(row["answer"]), False
+
+    async def step(self, message):
+        numbers = [int(digits) for digits in re.findall(r"\d+", message["content"])]
+        right = numbers[-1:] == [self.sum]
+        pay, done = right * (0.6 if self.hinted else 1.0), right or self.hinted
+        hint = "Give a number." if not numbers else "Too low." if numbers[-1] < self.sum else "Too high."
+        found = {"first": right and not self.hinted, "right": right}
+        self.hinted = True
+        return Observation([] if done else [{"role": "user", "content": hint}], pay, done, found)
+
+    def close(self):
+        pass
 
 
 def main() -> None:

@@ -111,21 +111,21 @@ def test_the_sweep_varies_one_key(tmp_path):
     assert {config.models["sft"] for config in judged} == {config.ref_model for config in judged} == {trained[0].model}
 
 
-def test_guesses_are_answered():
-    """By the recipe for SmolLM2: a hint for each wrong guess, and a reward that shrinks with them."""
-    game = runpy.run_path(str(ROOT / "recipes/smollm/guess.py"))["Guess"]()
+def test_wrong_sums_get_a_hint():
+    """By the recipe for SmolLM2: one, and less for a sum that needed it."""
+    game = runpy.run_path(str(ROOT / "recipes/smollm/sums.py"))["Hints"]()
 
-    async def play(*guesses: str) -> list[tuple[str | None, float, bool]]:
-        await game.reset({"number": 7}, 0)
-        found = [await game.step({"content": guess}) for guess in guesses]
+    async def play(*answers: str) -> list[tuple[str | None, float, bool]]:
+        await game.reset({"answer": "56"}, 0)
+        found = [await game.step({"content": answer}) for answer in answers]
+        assert [one.metrics["right"] for one in found] == [one.reward > 0 for one in found]
+        assert [one.metrics["first"] for one in found] == [one.reward == 1 for one in found]
         return [(one.messages[0]["content"] if one.messages else None, one.reward, one.done) for one in found]
 
-    told = asyncio.run(play("Is it 9?", "5", "five", "3 or 4", "It is 7."))
-    hints = ["Lower.", "Higher.", *["That is not a number from 1 to 10."] * 2]
-    wrong = [(hint, pay, False) for hint, pay in zip(hints, (0.1, 0.0, 0.0, 0.0), strict=True)]
-    assert told == [*wrong, (None, pytest.approx(0.7), True)]
-    assert asyncio.run(play("7")) == [(None, pytest.approx(1.0), True)]
-    assert asyncio.run(play("11", "7")) == [(hints[2], 0.0, False), (None, pytest.approx(0.85), True)]
+    assert asyncio.run(play("56")) == asyncio.run(play("35 + 21 = 56")) == [(None, 1.0, True)]
+    assert asyncio.run(play("55", "It is 56.")) == [("Too low.", 0.0, False), (None, 0.6, True)]
+    assert asyncio.run(play("56 or 57", "5")) == [("Too high.", 0.0, False), (None, 0.0, True)]
+    assert asyncio.run(play("many", "56")) == [("Give a number.", 0.0, False), (None, 0.6, True)]
 
 
 DATA_OF_RACE = (("train", "train"), ("eval", "held_out"))
@@ -257,11 +257,9 @@ def data_of(name: str, folder: Path) -> tuple[Path, Path]:
                 "reasoning_gym/make_data.py", "--task", "leg_counting", "--size", 10, "--seed", seed, "--output", file
             )
         return files
-    task = next((task for task in ("sums", "guess") if name.startswith(f"smollm/{task}")), None)
-    if task is not None:
-        sizes = {"sums": ("--largest", 6), "guess": ("--games", 26)}[task]
-        run_script(f"smollm/{task}.py", *sizes, "--held_out", 10, "--out", folder / "smollm" / task)
-        return folder / f"smollm/{task}/train.jsonl", folder / f"smollm/{task}/held_out.jsonl"
+    if name.startswith("smollm/sums"):
+        run_script("smollm/sums.py", "--largest", 6, "--held_out", 10, "--out", folder / "smollm/sums")
+        return folder / "smollm/sums/train.jsonl", folder / "smollm/sums/held_out.jsonl"
     ending = "_chat.jsonl" if place == "smollm" else ".jsonl"
     return folder / f"docstrings/rl{ending}", folder / f"docstrings/heldout{ending}"
 

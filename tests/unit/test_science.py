@@ -39,7 +39,7 @@ def test_every_run_of_smollm_is_whole():
         assert len(run["seconds"]) == len(run["scores"])
         assert run["seconds"] == sorted(run["seconds"])
     asked = {(run["task"], len(run["right"])) for run in runs if "right" in run}
-    assert asked <= {("sums", 400), ("sums_dpo", 400), ("guess", 200)}
+    assert asked <= {("sums", 400), ("sums_dpo", 400), ("sums_hints", 400)}
 
 
 def branch(seed: int, first: int, changes: list[float]) -> dict:
