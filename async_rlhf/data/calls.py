@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.models.chats import FAILURES, ChatTemplate, Message, Schemas
+from async_rlhf.models.thoughts import OPENED, THOUGHTS, by_channels
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 _NAMES = ("name", "tool_name", "recipient_name")
@@ -201,10 +202,6 @@ _WRAPPERS = re.compile(
     r"<\uff5ctool\u2581calls\u2581(?:begin|end)\uff5c>|<\|tool_calls_section_(?:begin|end)\|>|<\|tool_response>"
     r"|<\|start\|>assistant\s*\Z"
 )
-_ENDED = re.compile(r"<\|(?:end|eom|return)\|>\s*\Z")
-_THOUGHTS = {"<think>": "</think>", "<|START_THINKING|>": "<|END_THINKING|>", "[THINK]": "[/THINK]"}
-_THOUGHTS["<|channel>thought"] = "<channel|>"
-_OPENED = re.compile(rf"({'|'.join(map(re.escape, _THOUGHTS))})\s*\Z")
 
 
 class CallParser:
@@ -292,12 +289,12 @@ class CallParser:
     def _split(self, text: str, prefix: str) -> tuple[str, str]:
         """Reasoning, and the rest."""
         if "<|message|>" in text:
-            return _by_channels(text)
-        opened = _OPENED.search(prefix)
+            return by_channels(text)
+        opened = OPENED.search(prefix)
         if not (opened or self._thinks):
             return "", text
         whole = (opened[1] if opened else "") + text
-        for begin, end in _THOUGHTS.items():
+        for begin, end in THOUGHTS.items():
             if whole.lstrip().startswith(begin):
                 thought, ended, rest = whole.lstrip()[len(begin) :].partition(end)
                 return thought.strip(), rest.lstrip("\n") if ended else ""
@@ -310,19 +307,6 @@ class CallParser:
             return _message(found, calls)
         except Exception as error:  # of any kind: the template's parsers meet what they were not made for
             return _message({"content": text}, errors=[f"the message cannot be read: {error}"])
-
-
-def _by_channels(text: str) -> tuple[str, str]:
-    """What a model thinks that says to whom it speaks (gpt-oss, Muse), and the rest; calls are left as they are."""
-    thought, rest = "", ""
-    for piece in text.split("<|start|>assistant"):
-        head, spoken, body = piece.partition("<|message|>")
-        said = _ENDED.sub("", body)
-        if "analysis" in head or "to=self" in head:
-            thought += said
-        else:
-            rest += piece if not spoken or re.search(r"to=(?!user)", head) else said
-    return thought.strip(), rest
 
 
 def _taken(text: str, form: _Form, schemas: Schemas) -> tuple[str, list[dict[str, Any]], list[str]]:

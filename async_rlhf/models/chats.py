@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.common import ChatConfig
+from async_rlhf.models.thoughts import OPENED, THOUGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,6 @@ _ASKED: Message = {"role": "user", "content": "A question."}
 _TEXTS = ("text", "input_text", "output_text", None)
 _TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
-_OPEN_THOUGHT = re.compile(r"(<think>|<\|START_THINKING\|>|\[THINK\])\s*\Z")
 _INLINE_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
 _KEPT = 1000
 """Most settings, and texts between answers, that are remembered."""
@@ -311,13 +311,13 @@ class ChatTemplate:
         rest = whole[len(begun) :]
         if rest.startswith(left) or not left.strip():
             rest = rest.removeprefix(left)
-        elif _OPEN_THOUGHT.search(left) is None:
+        elif (opened := OPENED.search(left)) is None:
             raise ConfigError(
                 f"the chat template writes a chat with its answer otherwise than without ({left!r:.80}); {_STARTS}"
             )
         else:  # the prompt opens a thought that the template leaves out of whole chats
             within = _INLINE_THOUGHT.match(answer["content"])
-            lost = f"{thought or (within[1].strip() if within else '')}\n</think>\n\n"
+            lost = f"{thought or (within[1].strip() if within else '')}\n{THOUGHTS[opened[1]]}\n\n"
         if thought and thought.strip() not in lost + rest:
             self._warn("leaves reasoning (`reasoning_content`) out of answers, so it is not learnt")
         return lost + self._ended(rest, "tool_calls" in answer)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from async_rlhf.config.base import ConfigError, require
+from async_rlhf.models.thoughts import answer_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,13 @@ def score(
     """The library's own score of each completion, from 0 to 1, for rows of :func:`make_rows`.
 
     The answer is the text in the last pair of ``<answer>`` tags, or without tags the whole completion. An answer that
-    makes a scorer raise scores 0.
+    makes a scorer raise scores 0. What was thought is no part of it.
     """
     rows = zip(prompts, completions, task, answer, metadata, strict=True)
     return [
-        _score(name, text, {"question": prompt, "answer": right, "metadata": _decode(json.loads(known))})
+        _score(
+            name, answer_of(text, prompt), {"question": prompt, "answer": right, "metadata": _decode(json.loads(known))}
+        )
         for prompt, text, name, right, known in rows
     ]
 

@@ -37,6 +37,10 @@ class ExactMatch(Reward):
     def check(self) -> None:
         check_pattern("extract", self.extract)
 
+    def patterns(self, rows: int, columns: Mapping[str, Sequence[Any]]) -> Sequence[str]:
+        """See :class:`Reward`."""
+        return [self.extract or ""] * rows
+
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         references = column_values(columns, self.column)
         return [float(self._matches(text, right)) for text, right in zip(completions, references, strict=True)]
@@ -79,13 +83,17 @@ class Regex(Reward):
     def check(self) -> None:
         check_pattern("pattern", self.pattern)
 
+    def patterns(self, rows: int, columns: Mapping[str, Sequence[Any]]) -> Sequence[str]:
+        """See :class:`Reward`."""
+        if self.pattern is not None:
+            return [self.pattern] * rows
+        patterns = column_values(columns, self.column)
+        for number, pattern in enumerate(patterns, start=1):
+            self._check_own(number, pattern)
+        return patterns
+
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
-        pattern = self.pattern
-        patterns = column_values(columns, self.column) if pattern is None else [pattern] * len(completions)
-        if pattern is None:
-            for number, pattern in enumerate(patterns, start=1):
-                self._check_own(number, pattern)
-        pairs = zip(patterns, completions, strict=True)
+        pairs = zip(self.patterns(len(completions), columns), completions, strict=True)
         return [float(bool(_matches(pattern, text, self.full))) for pattern, text in pairs]
 
     def _check_own(self, number: int, pattern: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from tiny import call_reward_function
 from async_rlhf.config import ConfigError
 from async_rlhf.rewards import distinct, exact_match, length, numeric_answer, reasoning_gym, regex
 from async_rlhf.rewards.functions import RewardError, function_name
+from async_rlhf.rewards.mathematics import math_answer
 from async_rlhf.rewards.numeric import find_answer
 
 
@@ -29,20 +31,21 @@ NUMBERS = [
     # text, its answer
     ("18", 18), ("The answer is 18.", 18), ("#### 18", 18), ("####18", 18), ("#### 18.", 18), ("####\n18", 18),
     ("She has 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18.\n#### 18", 18),
-    ("#### 18 apples and 3 pears", 18), ("#### 5\nWait, that is wrong.\n#### 6 of 7", 6), ("2 + 2 = 4 ####", 4),
+    ("#### 18 apples\nand 3 pears", 18), ("#### 5\nWait, that is wrong.\n#### 6", 6), ("2 + 2 = 4 ####", 4),
     ("1,234", 1234), ("#### 1,234,567.50", Fraction("1234567.5")), ("#### $1,080.00", 1080), ("$-5", -5), ("-$5", -5),
-    ("\N{MINUS SIGN}5 degrees", -5), ("x = -7", -7), ("(-7)", -7), ("answer:-7", -7), ("+7", 7), ("10-5", 5),
-    ("pages 10\N{EN DASH}15", 15), ("COVID-19", 19), ("Answer:\n- 5", 5), ("50%", 50), (r"\boxed{50\%}", 50),
+    ("\N{MINUS SIGN}5 degrees", -5), ("x = -7", -7), ("(-7)", -7), ("answer:-7", -7), ("+7", 7), ("10-5", None),
+    ("pages 10\N{EN DASH}15", None), ("COVID-19", 19), ("Answer:\n- 5", 5), ("50%", 50), (r"\boxed{50\%}", 50),
     ("3/4", Fraction(3, 4)), ("3 / 4 of it", Fraction(3, 4)), ("-3/4", Fraction(-3, 4)), ("1 1/2", Fraction(3, 2)),
-    ("-1 1/2", Fraction(-3, 2)), ("step 3 8/2", 4), ("1.5/0.5", 3), ("5/0", None), ("5 of 6/0", 5),
+    ("-1 1/2", Fraction(-3, 2)), ("step 3 8/2", 4), ("1.5/0.5", 3), ("5/0", None), ("5 of 6/0", None),
     (".5", Fraction(1, 2)), ("It is .5.", Fraction(1, 2)), ("3.14.", Fraction("3.14")), ("0.30", Fraction("0.3")),
-    ("007", 7), ("1e-3", Fraction(1, 1000)), ("2.5E4", 25000), ("12,34", 34), ("1,2345", 2345), ("**42**", 42),
+    ("007", 7), ("1e-3", Fraction(1, 1000)), ("2.5E4", 25000), ("12,34", None), ("1,2345", None), ("12,34,567",
+    None), ("**42**", 42),
     ("£3.50", Fraction("3.5")), (r"so \boxed{42} of 100", 42), (r"\boxed{1} then \boxed{2}", 2), (r"\boxed{x = 5}", 5),
     (r"\boxed{5 \text{ m}^2}", 5), (r"\boxed{\text{18 dollars}}", 18), (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
     (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)), (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
     (r"\boxed{\frac34}", Fraction(3, 4)), (r"\boxed{2\frac{1}{2}}", Fraction(5, 2)), (r"\boxed{12{,}345}", 12345),
     (r"\boxed{12\,345}", 12345), (r"\boxed{12,\!345}", 12345), (r"\boxed{\$18}", 18), (r"\boxed{18", 18),
-    (r"17 \boxed{}", 17), (r"\boxed{none} of 3", 3), (r"\boxed{7}" + "\n#### 8", 8), ("no number at all", None),
+    (r"17 \boxed{}", 17), (r"\boxed{none} of 3", None), (r"\boxed{7}" + "\n#### 8", 8), ("no number at all", None),
     ("", None), ("nan, inf", None), ("9" * 5000, None),
     # Powers
     (r"\boxed{10^3}", None), (r"17, so \boxed{10^{3}}", None), ("It is 2 ^ 10.", None), ("#### 1,000^2", None),
@@ -53,7 +56,7 @@ NUMBERS = [
     ("10\N{NARROW NO-BREAK SPACE}000", 10000), ("1984 100 200", 200), ("3 40", 40), ("#### 1 000 00", None),
     ("#### 1 000 0000", None), ("1,000,00", None), ("#### 1,000,00", None), ("1,000,0000", None),
     ("#### 1.000.000", None), ("7 #### 1.000.000,00", None), ("1.000,50", None), ("1,000.5.5", None),
-    (r"\boxed{1.5, 2.5}", Fraction(3, 2)), ("(1.5,2.5)", Fraction(5, 2)),
+    (r"\boxed{1.5, 2.5}", None), ("(1.5,2.5)", None),
 ]  # fmt: skip
 
 
@@ -63,7 +66,58 @@ def test_the_number_of_a_text(text, answer):
     if answer is not None:
         assert reward(numeric_answer, text, answer=str(answer)) == 1
         assert reward(numeric_answer, text, answer=f"Because.\n#### {answer + 1}") == 0
-        assert reward(numeric_answer, "nothing", answer=text) == 0
+
+
+UNITS = [
+    "5 km/h", "5 m^2", "$5", "5 dollars per hour", "x = 5", "**5**", "5.", "(5)", "5\N{DEGREE SIGN}C", r"5^\circ",
+    "2 + 3 = 5",
+    r"5\text{ cm}^2", r"5\,\text{m/s}", "5 %", r"5\%", "5th", "5-year", "5km", "5m", "5 a day", "$5$", r"\(5\)", "`5`",
+    "5 (five)", "Therefore, 5 eggs", "5 = x", "USD 5", "about 5", "5\N{CJK UNIFIED IDEOGRAPH-65E5}", "+5", "10/2",
+]  # fmt: skip
+PARTS = [
+    "3:2", "(5, 4)", r"2\sqrt{3}", "12:30", "2+3i", "2 + 3i", "2-7i", r"5\pi", r"5 \pi", "2x", "3x+1", "2, 5",
+    "[1,5]", r"\{1, 5\}",
+    "3 or 5", "3 and 5", "1-5", "x > 5", r"x \ge 5", r"\pm 5", r"5 \pm 1", "101_2", r"\frac{\sqrt{3}}{5}",
+    r"\frac{x}{5}",
+    r"-\sqrt{5}", "e^5", r"\log 5", "sin(5)", "|5|", "5 million", "5 and a half", "2024-01-05", "1/2/2024",
+    "1e1000", "0x10",
+    "2**5", "1.5e3.5", "12,34,567", "x=2, y=5", "x = 2 or x = 5", "5i", "2 + 5", r"2 \cdot 5", r"3 \times 5", "f(5)",
+    r"\binom{9}{5}", "9 mod 5", "3 hours 5 minutes", "3.5.1", "at least 5", "5k", "x/5", "5/x", r"\sqrt[3]{5}",
+    r"3\sqrt[5]{2}",
+    r"\boxed{2\sqrt{2}}", "5 sqrt(3)", "5\N{SQUARE ROOT}3", "3 to 5", r"x \in [1, 5]", "A5", "(3)(5)", "1;5", "2e",
+    "five",
+]  # fmt: skip
+
+
+@each(UNITS)
+def test_a_number_with_a_unit_is_that_number_marked_or_alone(text):
+    for form in (f"9 #### {text}", rf"so \boxed{{{text}}} of 9"):
+        assert find_answer(form) == 5
+        assert reward(numeric_answer, "5", answer=form) == reward(numeric_answer, "5", answer=text) == 1
+
+
+@each(PARTS)
+def test_a_part_of_an_answer_is_not_paid_for(text):
+    """As a reference it is an error; a marked answer that says it is none."""
+    for reference in (text, f"Because.\n#### {text}", rf"so \boxed{{{text}}}"):
+        with pytest.raises(RewardError, match=r"must hold a number, alone, with a unit, after #### or in .boxed"):
+            reward(numeric_answer, text, answer=reference)
+    for marked in (f"9, so\n#### {text}", rf"9, so \boxed{{{text}}}"):
+        assert find_answer(marked) is None
+
+
+@each(
+    ["3:2 of 5:2", "(5, 4) of (3, 4)", r"5\sqrt{3} of 2\sqrt{3}", "12:30 of 10:30", r"\boxed{2+3i} of 2-7i", "5 of 6"]
+)
+def test_formulas_are_compared_by_the_fields_parser(text):
+    """Beside the numbers here, which are refused as references."""
+    pytest.importorskip("math_verify", reason="needs the extra math: pip install '.[math]'")
+    wrong, right = text.split(" of ")
+    assert reward(math_answer, wrong, answer=right) == 0
+    assert reward(math_answer, rf"\boxed{{{right}}}", answer=right) == 1
+    assert reward(math_answer, f"<think>#### {wrong}</think>\n#### {right}", answer=f"#### {right}") == 1
+    assert reward(math_answer, f"<think>#### {right}", answer=right) == 0
+    assert reward(math_answer, r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}") == 1
 
 
 @given(
@@ -115,6 +169,52 @@ def test_strictly_only_marked_answers_count():
 def test_a_reference_without_a_number_is_an_error(reference):
     with pytest.raises(RewardError, match=r"numeric_answer raised ValueError: column 'answer' .*must hold a number"):
         reward(numeric_answer, "7", answer=reference)
+
+
+# Thoughts
+
+THOUGHTS = [
+    # completion, the end of its prompt, what is answered
+    ("<think>6*7 = 42, but wait", "", ""), ("<think>6*7, maybe #### 42? no</think>The answer is 41.", "",
+    "The answer is 41."),
+    ("<think>... #### 41? no</think>\n\nThe answer is 42.", "", "The answer is 42."), ("42", "Go on: <think>\n", ""),
+    ("42? </think>41", "<think>", "41"), ("42? </think>41", "a chat without its thought", "41"), ("42",
+    "<think></think>", "42"),
+    ("<think>a<think>b</think> 42</think>41", "", "41"), (" <think>42</think> 4<think>1</think>1", "", "  41"),
+    ("[THINK]42[/THINK]41", "", "41"), ("<|START_THINKING|>42<|END_THINKING|>41", "", "41"), ("<thinking>42", "", ""),
+    ("<|channel|>analysis<|message|>42<|end|><|start|>assistant<|channel|>final<|message|>41", "", "41"),
+    ("<|channel|>analysis<|message|>42", "", ""), ("I think 42", "", "I think 42"),
+]  # fmt: skip
+
+
+@each(THOUGHTS)
+def test_what_is_thought_is_no_answer(completion, prompt, answer):
+    def paid(function, **columns):
+        given = {name: [value] for name, value in columns.items()}
+        return call_reward_function(function, [prompt], [completion], given)[0]
+
+    numbers = re.findall("[0-9]+", answer)
+    for number in (41, 42):
+        is_right = numbers == [str(number)]
+        assert paid(numeric_answer, answer=number) == is_right
+        assert paid(exact_match(extract="[0-9]+"), answer=number) == is_right
+        assert paid(regex(pattern=str(number))) == is_right
+    assert paid(exact_match, answer=answer) == 1
+    assert paid(length(unit="characters")) == len(answer)
+    assert paid(distinct(n=1)) == 1
+    assert paid(length(unit="characters", thoughts=True)) == len(completion)
+    assert paid(regex(pattern="(?s)(think|THINK|analysis).*42")) == bool(
+        re.search("(?s)(think|THINK|analysis).*42", completion)
+    )
+
+
+def test_what_is_thought_in_several_turns_is_no_answer():
+    turn = {"role": "assistant", "content": "Hm.", "reasoning_content": "41"}
+    said = [turn, {"role": "user", "content": "Well?"}, {**turn, "content": "", "reasoning_content": "42"}]
+    columns = {"answer": [42], "completion_messages": [said]}
+    assert call_reward_function(numeric_answer, ["<think>"], ["41</think>Hm.42"], columns) == [0]
+    said[-1] |= {"content": "#### 42"}
+    assert call_reward_function(numeric_answer, ["<think>"], ["41</think>Hm.42</think>#### 42"], columns) == [1]
 
 
 # Texts
