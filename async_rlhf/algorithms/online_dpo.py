@@ -32,6 +32,7 @@ class OnlineDPOConfig(OnlineConfig):
     def check(self) -> None:
         super().check()
         self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")
+        self.require_whole(self.pair_weights == "none", "pair_weights", '"none"')
         default = type(self).__dataclass_fields__["pair_weight_cap"].default
         used = self.pair_weights != "none" or self.pair_weight_cap == default
         self.require(used, "pair_weight_cap", 'must be left out with pair_weights "none"')

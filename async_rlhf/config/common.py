@@ -194,10 +194,15 @@ class CompletionsConfig(Checked):
     """Most completions decoded together."""
     top_p: float = key(1.0, gt=0, le=1)
     """Sample only from the likeliest tokens that have this probability together; 1 samples from all. The
-    log-probabilities of what was sampled are then those of the truncated distribution, and so is a KL; a policy that is
-    trained stays the whole one."""
+    log-probabilities of what was sampled are then those of the truncated distribution, and so is the KL of `evaluate`;
+    a policy that is trained, and its KL, stay the whole one's."""
     top_k: int = key(0, ge=0, le=10**7, why="no vocabulary has more tokens")
     """Sample only from this many of the likeliest tokens; 0 samples from all."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn, so that log-probabilities are not those of the whole policy."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @configuration(kw_only=True)

@@ -260,6 +260,15 @@ class OnlineConfig(SizesConfig):
     ray: RayConfig = key(RayConfig)
     """The Ray cluster, and what its actors need."""
 
+    def require_whole(self, condition: bool, key: str, right: str) -> None:
+        """Require a condition where ``top_p`` or ``top_k`` truncate what samples: a weight pi / mu would then compare
+        the whole policy with a truncated one, is below 1 from the start, and shrinks with each token."""
+        why = (
+            "a weight would compare the whole policy with the truncated one that sampled, and leave short answers alone"
+        )
+        right = f"must be {right} with generation.top_p below 1 or generation.top_k: {why}"
+        self.require(condition or not self.generation.truncates, key, right)
+
     def check(self) -> None:
         large = next((weight for weight in self.reward_weights if not _FACTOR.holds(weight)), None)
         require(large is None, "reward_weights", large, _FACTOR.right)

@@ -41,6 +41,7 @@ class KLPenaltyConfig(OnlineConfig):
         completions = self.batch_size * self.samples_per_prompt
         right = f"must be at least the {completions} completions of a batch with kl.target"
         self.require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", right)
+        self.require_whole(not self.kl.corrected, "kl.corrected", "false")
 
     @property
     def kl_penalty(self) -> KLConfig:
@@ -66,10 +67,8 @@ class RatioConfig(KLPenaltyConfig):
 
     def check(self) -> None:
         super().check()
-        old, whole = self.off_policy.old_logprobs, self.generation.top_p == 1 and self.generation.top_k == 0
-        right = 'must be "proximal" with generation.top_p below 1 or generation.top_k: the ratio of the whole'
-        right += " policy to the truncated one that sampled begins below 1, where it would be clipped"
-        self.require(whole or old == "proximal", "off_policy.old_logprobs", right)
+        self.require_whole(self.off_policy.old_logprobs == "proximal", "off_policy.old_logprobs", '"proximal"')
+        self.require_whole(self.off_policy.importance == "none", "off_policy.importance", '"none"')
 
     @property
     def upper_cliprange(self) -> float:

@@ -19,8 +19,8 @@ from async_rlhf.models.thoughts import OPENED, THOUGHTS, by_channels
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 _NAMES = ("name", "tool_name", "recipient_name")
-Found = list[tuple[Any, Any]]
-"""Names of called functions, with their arguments: a mapping, or the JSON of one."""
+Found = list[tuple[Any, ...]]
+"""Names of called functions, with their arguments (a mapping, or the JSON of one), and with the call's id, if any."""
 
 
 class _Form(NamedTuple):
@@ -41,8 +41,19 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _loaded(text: str) -> Any:
+    found, *others = _documents(text)
+    if others:
+        raise ValueError("must be one value")
+    return found
+
+
+def _documents(text: str) -> list[Any]:
+    """The values of JSON that a text is, one after the other: Llama writes calls so, perhaps with ";" between."""
+    found, rest = [], text.strip()
     try:
-        found = json.loads(text)
+        while rest or not found:
+            value, end = json.JSONDecoder().raw_decode(rest)
+            found, rest = [*found, value], rest[end:].lstrip("; \t\r\n")
         json.dumps(found, ensure_ascii=False).encode()  # refuses half characters, which no tokenizer takes
     except RecursionError as error:
         raise ValueError("too deep") from error
@@ -50,13 +61,14 @@ def _loaded(text: str) -> Any:
 
 
 def _json_calls(body: str, schemas: Schemas) -> Found:
-    """{"name": ..., "arguments": {...}}, or a list of these."""
-    found = _loaded(body)
+    """{"name": ..., "arguments": {...}}, or several, or a list of these."""
+    found = _documents(body)
     calls: Found = []
-    for one in found if isinstance(found, list) and found else [found]:
-        one = one.get("function", one) if isinstance(one, dict) and isinstance(one.get("function"), dict) else one
+    for one in (each for value in found for each in (value if isinstance(value, list) and value else [value])):
+        one = one.get("function", one) | one if isinstance(one, dict) and isinstance(one.get("function"), dict) else one
         name = next((one[key] for key in _NAMES if key in one), None) if isinstance(one, dict) else None
-        calls.append((name, next((one[key] for key in _ARGUMENTS if key in one), None) if name is not None else None))
+        arguments = next((one[key] for key in _ARGUMENTS if key in one), None) if name is not None else None
+        calls.append((name, arguments, one.get("id") if isinstance(one, dict) else None))
     return calls
 
 
@@ -70,7 +82,9 @@ def _named_json(separator: str) -> Callable[[str, Schemas], Found]:
         name, rest = body[: found.start()], body[found.end() :]
         rest = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", rest)
         name = re.split(r"\s|<\|", name.strip(), maxsplit=1)[0]  # gpt-oss names the channel, too
-        return [(name.removeprefix("functions.").partition(":")[0], _loaded(rest))]
+        named, marked, own = name.partition("[CALL_ID]")  # Mistral; Kimi's names with a number are ids
+        called = own if marked else name if ":" in name else None
+        return [(named.removeprefix("functions.").partition(":")[0], _loaded(rest), called)]
 
     return read
 
@@ -189,7 +203,7 @@ _FORMS = (
     _Form(_pattern(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)"), _pythonic),  # LFM2
     _Form(_pattern(r"<\|START_ACTION\|>(.*?)(?:<\|END_ACTION\|>|\Z)"), _json_calls),  # Cohere
     _Form(_pattern(r"\[TOOL_CALLS\]\s*(\[.*)"), _json_calls),  # Mistral
-    _Form(_pattern(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)"), _named_json(r"(?:\[CALL_ID\]\w+)?\[ARGS\]")),
+    _Form(_pattern(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)"), _named_json(r"\[ARGS\]")),
     _Form(  # Kimi K2
         _pattern(r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)"),
         _named_json(r"<\|tool_call_argument_begin\|>"),
@@ -246,17 +260,22 @@ class CallParser:
         if not self._template.writes("tool_calls"):
             return _HERMES
         arguments = {"place": "Paris, 1st", "count": 3}
-        called: Message = {"role": "assistant", "content": "", "tool_calls": [as_call("probe", arguments)]}
+        call = as_call("probe", arguments, "call00000")  # Mistral's templates take calls with such ids alone
+        called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         asked: list[Message] = [{"role": "user", "content": "A question."}]
         try:
             written = self._template.answer(asked, called)
-        except FAILURES:
+        except FAILURES as error:
+            if self._schemas:
+                raise ConfigError(
+                    f"tokenizer: its chat template cannot write an answer that is a call: {error}"
+                ) from error
             return _HERMES
         properties = {"place": {"type": "string"}, "count": {"type": "integer"}}
         schema = {"function": {"name": "probe", "parameters": {"type": "object", "properties": properties}}}
         for form in _FORMS:
             _, calls, _ = _taken(written, form, [schema])
-            if [call["function"] for call in calls] == [called["tool_calls"][0]["function"]]:
+            if [each["function"] for each in calls] == [call["function"]]:
                 return form
         if self._schemas:
             right = "must be a form that is known here, or the tokenizer must have a response_template that reads it"
@@ -341,19 +360,20 @@ def _is_bare_call(text: str) -> bool:
     if not text.lstrip().startswith("{"):
         return False
     try:
-        found = _loaded(text)
+        found = _documents(text)[0]
     except ValueError:
         return '"name"' in text and any(f'"{key}"' in text for key in _ARGUMENTS[:2])
     return "name" in found and any(key in found for key in _ARGUMENTS[:2])
 
 
-def as_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as messages have it."""
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+def as_call(name: str, arguments: Mapping[str, Any], called: Any = None) -> dict[str, Any]:
+    """A call as messages have it; with its id, if that is a text."""
+    own = {"id": called} if isinstance(called, str) and called else {}
+    return {**own, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _checked(name: Any, arguments: Any) -> dict[str, Any]:
+def _checked(name: Any, arguments: Any, called: Any = None) -> dict[str, Any]:
     arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
     if isinstance(name, str) and isinstance(arguments, dict):
-        return as_call(name, arguments)
+        return as_call(name, arguments, called)
     raise ValueError('must be {"name": "...", "arguments": {...}}')

@@ -98,6 +98,8 @@ class Learner:
         self.algorithm = algorithm
         self.config = config
         self.needs = algorithm.needs(config)
+        if self.needs.reference and config.generation.truncates:  # a KL is the whole policy's, not that of what sampled
+            self.needs = replace(self.needs, old_logprobs=True)
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
         self.policy = disable_dropout(policy)
@@ -552,13 +554,17 @@ def _read(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
-    """Metrics over all samples, by log-probabilities of the weights that sampled them: unbiased for those weights."""
+    """Metrics over all samples, by log-probabilities of the weights that sampled them: unbiased for those weights. With
+    top_p or top_k a KL is that of the whole policy before the update, over what the truncated one has sampled.
+    """
     mask_BT = experience.sampled_BT
     behaviour_BT = experience.behaviour_logprobs_BT
+    policy_BT = experience.old_logprobs_BT if config.generation.truncates else behaviour_BT
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
     if experience.reference_logprobs_BT is None:
         return metrics
-    kl_B = k1(behaviour_BT, experience.reference_logprobs_BT).mul_(mask_BT).sum(dim=1)
+    assert policy_BT is not None
+    kl_B = k1(policy_BT, experience.reference_logprobs_BT).mul_(mask_BT).sum(dim=1)
     metrics["objective/kl"] = kl_B.mean().item()
     if config.kl_penalty is None:
         return metrics

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, wraps
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -49,6 +50,8 @@ _TEXTS = ("text", "input_text", "output_text", None)
 _TAKEN = {"messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
 _INLINE_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
+_ID = "call{:05}"
+"""Of calls without one: Mistral's templates want nine letters and digits."""
 _KEPT = 1000
 """Most settings, and texts between answers, that are remembered."""
 _OF_ALL_TOOLS = ("_form", "_special", "_closing", "_two_calls", "end", "lead", "end_of_calls", "ends")
@@ -338,7 +341,13 @@ class ChatTemplate:
         """
         known = json.dumps([dict(message) for message in messages], default=str), stop
         if known not in self._texts:
-            _keep(self._texts, known, self._text_between(messages, stop))
+            try:
+                found = self._text_between(_with_ids(messages), stop)
+            except ConfigError:  # perhaps of an id that the policy made up, where the template wants others
+                if all("tool_call_id" not in message for message in messages):
+                    raise
+                found = self._text_between(_with_ids(messages, anew=True), stop)
+            _keep(self._texts, known, found)
         return self._texts[known]
 
     @_named
@@ -398,7 +407,7 @@ class ChatTemplate:
         calls = [
             {
                 "type": "function",
-                "id": message.get("tool_call_id", f"call{number:05}"),
+                "id": message.get("tool_call_id", _ID.format(number)),
                 "function": {"name": message.get("name", "f"), "arguments": {"x": _MARK}},
             }
             for number, message in enumerate(replies)
@@ -602,6 +611,18 @@ def _formed(message: Message, form: _Form) -> Message:
             for call in message["tool_calls"]
         ]
     return formed
+
+
+def _with_ids(messages: Sequence[Message], anew: bool = False) -> list[Message]:
+    """The messages, those of tools with the ids of the calls that they answer."""
+    numbers = count()
+    return [
+        {**message, "tool_call_id": own if own and not anew else _ID.format(next(numbers))}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+        for own in [message.get("tool_call_id")]
+    ]
 
 
 def _without_mark(message: Message) -> Message:

@@ -5,6 +5,7 @@ The templates here are written for these tests, each with one habit of a real fa
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import time
@@ -23,7 +24,8 @@ from async_rlhf.data.formats import MESSAGES, RowReader, identity, prompt_identi
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import encode_prompts, encode_responses
-from async_rlhf.models.chats import ChatTemplate, Setting, as_messages
+from async_rlhf.generation.episodes.tools import ToolEnvironment
+from async_rlhf.models.chats import ChatTemplate, Message, Setting, as_messages
 
 ASKED = {"role": "user", "content": "17+4?"}
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -379,3 +381,62 @@ def test_templates_see_the_time_that_they_are_given():
     chat = ChatTemplate(tokenizer, now=datetime(2024, 2, 29, 13, 5))
     assert chat.prompt([ASKED]).startswith("29 Feb 2024 13:05<|user|>")
     assert pickle.loads(pickle.dumps(chat)).prompt([ASKED]) == chat.prompt([ASKED])
+
+
+NINE = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "{% if not m.tool_call_id or m.tool_call_id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    '[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    "{% if not c.id or c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]<|end|>{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+"""As Mistral's: calls and answers of tools have ids of nine characters."""
+
+
+def test_calls_of_a_template_that_wants_ids_are_read_and_answered():
+    tokenizer = tokenizer_of(NINE, "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    renderer = Renderer(tokenizer, TOOLS)
+    renderer.check()
+
+    def said(*ids: str) -> Message:
+        calls = [{"name": "add", "arguments": {"a": number}, "id": own} for number, own in enumerate(ids)]
+        return renderer.read(f"[TOOL_CALLS] {json.dumps(calls)}", "[INST] 17+4?[/INST]")
+
+    def add(a: int) -> int:
+        """Adds.
+
+        Args:
+            a: a number.
+        """
+        return 21 + a
+
+    for ids, answered in (
+        (("call00000",), ["call00000"]),
+        (("abcdefghi", "ihgfedcba"), ["abcdefghi", "ihgfedcba"]),
+        (("1", "2"), ["call00000", "call00001"]),  # which the template refuses
+        (("", ""), ["call00000", "call00001"]),
+    ):
+        message = said(*ids)
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{"a": n} for n in range(len(ids))]
+        replies = asyncio.run(ToolEnvironment([add]).step(message)).messages
+        tokens = renderer.observation(replies, renderer.template.end_of_calls, chat=True)
+        results = (f'{{"content": {21 + n}, "call_id": "{own}"}}' for n, own in enumerate(answered))
+        assert tokenizer.decode(tokens) == "".join(f"[TOOL_RESULTS] {one}[/TOOL_RESULTS]" for one in results)
+
+
+def test_a_template_that_cannot_write_an_answer_that_is_a_call_is_refused_by_name():
+    template = ChatTemplate(tokenizer_of(NINE.replace("| length != 9", "!= 'of-the-hub'")), setting=Setting(TOOLS))
+    template._can["tool_calls"] = True
+    with pytest.raises(ConfigError, match=r"its chat template cannot write an answer that is a call: .*nine characters"):
+        CallParser(template.tokenizer, TOOLS, template)
+
+
+@pytest.mark.parametrize("between", ["", ";", "; ", "\n"])
+def test_several_calls_that_are_bare_json_are_read(between):
+    """As Llama 4's JSON form writes them."""
+    calls = [{"name": "add", "parameters": {"a": number}} for number in range(3)]
+    said = CallParser(byte_tokenizer(), TOOLS).parse(between.join(map(json.dumps, calls)))
+    assert [call["function"]["arguments"] for call in said["tool_calls"]] == [{"a": 0}, {"a": 1}, {"a": 2}]
+    assert said["content"] == ""

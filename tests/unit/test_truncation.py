@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import each
 from test_generate import config, evaluation  # noqa: F401
 from tiny import drawn
 
@@ -17,7 +18,7 @@ from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.evaluation.generations import read_generations
 from async_rlhf.commands.evaluation.likelihood import EncodedRow, response_logprob_sums
 from async_rlhf.commands.generate import run_generate
-from async_rlhf.config import ConfigError, GenerationConfig, OffPolicyConfig
+from async_rlhf.config import ConfigError, GenerationConfig, KLConfig, OffPolicyConfig
 from async_rlhf.generation.audit import Agreement
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.sampling import Distribution, truncated
@@ -159,7 +160,7 @@ def test_an_engine_that_cuts_off_otherwise_and_tells_the_right_log_probabilities
 def test_runs_train_on_what_is_drawn_from_the_truncated_policy(
     make_policy, make_reward_model, make_args, tokenizer, prompts, algorithm
 ):
-    args = make_args(algorithm=algorithm, staleness=1, generation={"top_p": 0.9})
+    args = make_args(algorithm=algorithm, staleness=1, generation={"top_p": 0.9}, **unweighted(algorithm))
     policy = make_policy()
     trainer = OnlineTrainer(policy, args, prompts, reward_model=make_reward_model(), processing_class=tokenizer)
     trainer.train()
@@ -191,11 +192,53 @@ def test_the_kl_of_a_model_to_itself_is_what_is_cut_off(config, evaluation):  # 
         run_evaluate(replace(evaluation, overwrite=True))
 
 
-def test_a_ratio_to_the_truncated_policy_would_be_clipped_from_the_start(make_args):
-    old = OffPolicyConfig("behaviour")
-    assert make_args(algorithm="ppo", off_policy=old).off_policy == old
-    with pytest.raises(ConfigError, match=r"off_policy.old_logprobs: got 'behaviour'; must be \"proximal\" with gen"):
-        make_args(algorithm="ppo", off_policy=old, generation={"top_k": 5})
+def unweighted(algorithm: str) -> dict[str, OffPolicyConfig]:
+    """No weights, where the algorithm has any."""
+    if algorithm in ("online_dpo", "best_of_k"):
+        return {}
+    return {"off_policy": OffPolicyConfig(importance="none", level="sequence" if algorithm == "rloo" else "token")}
+
+
+WEIGHTS = [
+    ("ppo", "off_policy.old_logprobs", {"off_policy": OffPolicyConfig("behaviour")}),
+    *((name, "off_policy.importance", {}) for name in ("rloo", "grpo", "gspo", "cispo", "ppo", "reinforce_pp")),
+    ("grpo", "off_policy.importance", {"off_policy": OffPolicyConfig(importance="masked", level="sequence")}),
+    ("grpo", "kl.corrected", {"kl": KLConfig(where="loss", estimator="k3", corrected=True)}),
+    ("online_dpo", "pair_weights", {"pair_weights": "wpo"}),
+    ("online_dpo", "pair_weights", {"pair_weights": "importance"}),
+]
+
+
+@each(WEIGHTS)
+def test_a_weight_of_the_whole_policy_and_the_truncated_one_is_refused(algorithm, key, given, make_args):
+    """It is below 1 from the start, and shrinks with each token, so that the shortest answers alone would count."""
+    make_args(algorithm=algorithm, **given)
+    for cut in ({"top_k": 5}, {"top_p": 0.9}):
+        cut_with = given if key.startswith("off") else {**unweighted(algorithm), **given}
+        with pytest.raises(ConfigError, match=rf"{key}: got .*; must be .* with generation.top_p below 1 or generat"):
+            make_args(algorithm=algorithm, generation=cut, **cut_with)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.5}, {"top_k": 5}])
+@pytest.mark.parametrize("algorithm", ["rloo", "best_of_k"])
+def test_the_kl_of_a_policy_that_is_its_reference_is_nothing_however_it_was_sampled(
+    make_policy, make_reward_model, make_args, tokenizer, prompts, algorithm, cut
+):
+    """So an adapted coefficient falls by the most that one batch allows, and no reward is taken away."""
+    kl = KLConfig(coef=0.05, target=1.0, horizon=1000)
+    args = make_args(algorithm=algorithm, generation=cut, kl=kl, learning_rate=1e-12, **unweighted(algorithm))
+    trainer = OnlineTrainer(make_policy(), args, prompts, reward_model=make_reward_model(), processing_class=tokenizer)
+    trainer.train()
+    lines = [json.loads(line) for line in Path(args.output_dir, "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if "objective/kl" in line]
+    completions, coefficient = args.batch_size * args.samples_per_prompt, 0.05
+    for line in found:
+        assert line["objective/kl"] == pytest.approx(0, abs=1e-5)
+        assert line["objective/non_score_reward"] == pytest.approx(0, abs=1e-6)
+        assert line["objective/rlhf_reward"] == pytest.approx(line["objective/scores"], abs=1e-5)
+        assert line["objective/kl_coef"] == pytest.approx(coefficient, rel=1e-6)
+        coefficient *= 1 - 0.2 * completions / 1000
+    assert len(found) >= 4
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.0), ("top_p", 1.01), ("top_k", -1)])

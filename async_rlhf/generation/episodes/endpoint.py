@@ -155,7 +155,7 @@ def _spoken(message: Message) -> Message:
     """A message of the policy as OpenAI's API has it: calls with ids, and arguments as text."""
     calls = [
         {
-            "id": f"call_{number:09}",
+            "id": one.get("id", f"call{number:05}"),
             "type": "function",
             "function": {**one["function"], "arguments": json.dumps(one["function"]["arguments"])},
         }

@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -61,8 +62,8 @@ class ToolEnvironment:
 
     async def step(self, message: Message) -> Observation:
         """Run the calls of a message."""
-        calls = [one["function"] for one in message.get("tool_calls", ())]
-        answering = [self._answer(call["name"], call["arguments"]) for call in calls]
+        calls = message.get("tool_calls", ())
+        answering = [self._answer(one["function"]["name"], one["function"]["arguments"]) for one in calls]
         if self._at_the_same_time:
             answers = await asyncio.gather(*answering)
         else:
@@ -71,8 +72,8 @@ class ToolEnvironment:
         self._calls += len(answers)
         self._errors += sum(not fine for *_, fine in answers)
         messages = [
-            {"role": "tool", "name": name, "content": text if fine else f"Error: {text}"}
-            for name, text, fine in answers
+            {"role": "tool", "name": name, "content": text if fine else f"Error: {text}", **_call_of(one)}
+            for (name, text, fine), one in zip_longest(answers, calls, fillvalue={})
         ]
         metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         return Observation(messages, done=not answers, metrics=metrics)
@@ -94,6 +95,11 @@ class ToolEnvironment:
             return name, _text_of(await _called(tool, arguments)), True
         except (Exception, SystemExit) as error:  # of any kind: the policy may try again
             return name, _unicode(f"{type(error).__name__}: {error}"), False
+
+
+def _call_of(call: Mapping[str, Any]) -> dict[str, str]:
+    """What says which call a message of a tool answers, if the policy gave the call an id."""
+    return {"tool_call_id": call["id"]} if "id" in call else {}
 
 
 async def _called(function: Tool, arguments: Mapping[str, Any]) -> Any:
