@@ -394,7 +394,8 @@ def _metrics(
 
 
 def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of the metrics of episodes, each over the episodes that have it; empty for plain completions."""
+    """Means of the metrics of episodes, each over the episodes that have it, and left out where none has; empty for
+    plain completions."""
     if all(sample.messages is None for sample in samples):
         return {}
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
@@ -402,7 +403,8 @@ def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     found["observed_tokens"] = [float((~sample.sampled[sample.sampled.argmax() :]).sum()) for sample in samples]
     found["reward"] = [_environment_reward(sample) for sample in samples]
     failed = sum(found.pop("failed", ()))
-    return {"episode/failed": failed, **{f"episode/{name}": float(np.nanmean(each)) for name, each in found.items()}}
+    known = {name: [value for value in each if not math.isnan(value)] for name, each in found.items()}
+    return {"episode/failed": failed, **{f"episode/{name}": float(np.mean(each)) for name, each in known.items() if each}}
 
 
 def _out_of_room(samples: Sequence[Sample], limits: GenerationConfig) -> dict[str, float]:

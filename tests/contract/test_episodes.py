@@ -345,6 +345,61 @@ def test_an_environment_that_fails_follows_reward_errors_and_is_closed(tmp_path,
     assert_closed(WORLDS)
 
 
+class NeverBegins(Echo):
+    async def reset(self, row, seed):
+        raise KeyError("x")
+
+
+class BreaksAfterTheFirstBatch(Echo):
+    begun = 0
+
+    def reset(self, row, seed):
+        type(self).begun += 1
+        if self.begun > 16:
+            raise KeyError("x")
+        return super().reset(row, seed)
+
+
+async def raises(client, row):
+    raise KeyError("x")
+
+
+async def gives_nan(client, row):
+    await client.chat([{"role": "user", "content": "x"}])
+    return float("nan")
+
+
+async def asks_nothing(client, row):
+    return 1.0
+
+
+FAILING = [
+    {"environment": NeverBegins},
+    {"environment": None, "agent": raises},
+    {"environment": None, "agent": gives_nan},
+    {"environment": None, "agent": asks_nothing},
+]
+
+
+@pytest.mark.parametrize("world", FAILING, ids=["reset", "raises", "nan", "nothing"])
+def test_a_run_whose_episodes_all_fail_ends_as_one_that_has_not_learnt(tmp_path, tokenizer, prompts, world, caplog):
+    args = episode_args(tmp_path, reward_errors="skip", total_episodes=16)
+    run_trainer(tokenizer, prompts, args, **world)
+    lines = [json.loads(line) for line in Path(args.output_dir, "metrics.jsonl").read_text().splitlines()]
+    assert [line["episode/failed"] for line in lines if "episode/failed" in line] == [16.0, 16.0]
+    assert not any("episode/reward" in line or "objective/scores" in line for line in lines)
+    assert "no optimiser step in all 2 batches" in caplog.text
+
+
+def test_a_batch_whose_episodes_all_fail_is_left_out_and_the_run_goes_on(tmp_path, tokenizer, prompts, monkeypatch):
+    monkeypatch.setattr("cloudpickle.dumps", None)  # inline nothing is sent
+    args = episode_args(tmp_path, reward_errors="skip", total_episodes=16)
+    _, metrics = run_trainer(tokenizer, prompts, args, environment=BreaksAfterTheFirstBatch)
+    assert [line["episode/failed"] for line in metrics] == [0.0, 16.0]
+    assert ["episode/reward" in line for line in metrics] == [True, False]
+    assert [line.get("optimizer_steps") for line in metrics] == [1.0, 0.0]
+
+
 def calculate(expression: str) -> str:
     """
     Compute.
