@@ -397,7 +397,7 @@ def test_a_batch_whose_episodes_all_fail_is_left_out_and_the_run_goes_on(tmp_pat
     _, metrics = run_trainer(tokenizer, prompts, args, environment=BreaksAfterTheFirstBatch)
     assert [line["episode/failed"] for line in metrics] == [0.0, 16.0]
     assert ["episode/reward" in line for line in metrics] == [True, False]
-    assert [line.get("optimizer_steps") for line in metrics] == [1.0, 0.0]
+    assert [bool(line.get("optimizer_steps")) for line in metrics] == [True, False]
 
 
 def calculate(expression: str) -> str:
