@@ -76,7 +76,7 @@ def encode_ratings(rows: Rows, chat: ChatTemplate, field: str, longest: int, key
     Raises:
         ConfigError: a row has no text, or every row is too long.
     """
-    encoded, dropped = encode_rows(rows, chat, False, longest, key, may_be_cut=True)
+    encoded, dropped = encode_rows(rows, chat, False, longest, key, rated=True)
     ratings = read_ratings(rows, field, key)
     kept = RatedRows(
         lambda row: EncodedRating(encoded.make(row).tokens, float(ratings[row])), encoded.rows, encoded.lengths

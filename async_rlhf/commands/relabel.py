@@ -12,7 +12,7 @@ from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.commands.evaluation.statistics import wilson
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
-from async_rlhf.data.formats import RowReader, asked_of
+from async_rlhf.data.formats import RowReader, asked_of, has_ended
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.distributed.collectives import Ranks
@@ -83,7 +83,7 @@ def relabel(
     scores: list[Sequence[float]] = []
     for side, texts in zip(_SIDES, sides, strict=True):
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
-        ended = [row.get(f"{side}_finish_reason") != "length" for row in rows]
+        ended = [has_ended(row, side, f"{key}: row {number}") for number, row in enumerate(rows, start=1)]
         logger.info("relabel: scoring the %s side of %d pairs", side, len(rows))
         scores.append(judge(prompts, columns, texts, ended, _conversations(rows, side, prompts, texts, judge, key)))
     ties = sum(chosen == rejected for chosen, rejected in zip(*scores, strict=True))

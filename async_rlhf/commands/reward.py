@@ -29,7 +29,7 @@ from async_rlhf.commands.training import run_stage
 from async_rlhf.config import ConfigError, RewardConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.common import SCORE
-from async_rlhf.data.formats import RowReader, first_words
+from async_rlhf.data.formats import RowReader, first_words, has_ended
 from async_rlhf.data.loading import Rows, columns_of, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
 from async_rlhf.data.tokenizer import Part, begun, encode_parts, strip_end, text_start
@@ -172,7 +172,7 @@ def _reference(config: RewardConfig, chat: ChatTemplate, longest: int) -> Sequen
     rows = load_rows(config.reference, config.reference_split, key="reference")
     if config.prompt_words is not None:
         rows = first_words(rows, config.prompt_words, "reference")
-    return encode_rows(rows, chat, False, longest, "reference")[0].with_items(lambda row: row.tokens)
+    return encode_rows(rows, chat, False, longest, "reference", rated=True)[0].with_items(lambda row: row.tokens)
 
 
 def pair_rows(pairs: Sequence[EncodedPair]) -> Experience:
@@ -200,7 +200,7 @@ def encode_pairs(
 
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, *sides = reader.preference(row, number)
-        ended = tuple(row.get(f"{side}_finish_reason") != "length" for side in ("chosen", "rejected"))
+        ended = tuple(has_ended(row, side, f"{key}: row {number}") for side in ("chosen", "rejected"))
         return Part((begun(start, prompt), *(strip_end(chat, text) for text in sides)), ended)
 
     (prompts, *sides), numbers, _ = encode_parts(chat.tokenizer, rows, read, key)

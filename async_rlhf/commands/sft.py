@@ -120,7 +120,7 @@ def encode_rows(
     completion_only: bool,
     longest: int,
     key: str,
-    may_be_cut: bool = False,
+    rated: bool = False,
     last: bool = True,
 ) -> tuple[Examples[EncodedRow], int]:
     """Rows as tokens, made when they are asked for, and how many were dropped for having more than ``longest``.
@@ -131,19 +131,17 @@ def encode_rows(
         completion_only: only responses are trained on; of a chat, with ``last``, only the last one.
         longest: most tokens of a row.
         key: the configuration key that errors name.
-        may_be_cut: a row whose `finish_reason` is "length" does not end, and a row may have a single token.
+        rated: rows are rated and not learnt: what they say of learning does not count, and one may have a single token.
         last: see ``completion_only``.
 
     Raises:
         ConfigError: a row is not a demonstration, or has no prompt to leave out, or every row is too long.
     """
     tokenizer = chat.tokenizer
-    reader, least = RowReader(tokenizer, key, chat=chat), 1 if may_be_cut else 2
-    start = text_start(tokenizer)
+    reader, start, least = RowReader(tokenizer, key, chat=chat), text_start(tokenizer), 1 if rated else 2
 
     def read(row: Mapping[str, Any], number: int) -> Part:
-        prompt, response, learnt, end = reader.turns(row, number, last)
-        ended = not may_be_cut or row.get("finish_reason") != "length"
+        prompt, response, learnt, end, ended = reader.turns(row, number, last, not completion_only, rated)
         return Part((begun(start, prompt), response, learnt), (prompt == "", ended, end))
 
     (prompts, responses, marks), (is_bare, has_end, end_ids), _ = encode_parts(tokenizer, rows, read, key)

@@ -49,7 +49,8 @@ def _loaded(text: str) -> Any:
 
 def _documents(text: str) -> list[Any]:
     """The values of JSON that a text is, one after the other: Llama writes calls so, perhaps with ";" between."""
-    found, rest = [], text.strip()
+    found: list[Any] = []
+    rest = text.strip()
     try:
         while rest or not found:
             value, end = json.JSONDecoder().raw_decode(rest)

@@ -22,6 +22,7 @@ from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, la
 from async_rlhf.data.tokenizer import TEXT, Rendered, split_text, strip_end
 from async_rlhf.data.views import Row, Selected
 from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat, require_unicode
+from async_rlhf.models.thoughts import OPENED
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Turns(NamedTuple):
     """1 for each token of the response that an answer has, else 0; empty if that is all of them."""
     end: int
     """The token that ends the last answer."""
+    ended: bool
+    """Whether that token is learnt: not after an answer that was cut off."""
 
 
 @dataclass(frozen=True)
@@ -98,25 +101,26 @@ class RowReader:
         """
         return (self.preference(row, n) for n, row in enumerate(rows, start=1))
 
-    def prompt(self, value: Any, place: str, row: Mapping[str, Any] | None = None) -> str:
-        """A prompt as text; of a chat, everything before the assistant's last answer.
+    def prompt(self, value: Any, place: str, row: Mapping[str, Any] | None = None, column: str = "") -> str:
+        """A prompt as text; of a chat all of it, and of one in `messages` all before the assistant's last answer.
 
         Args:
-            value: the text or the chat.
+            value: the text or the chat, which may end with the beginning of an answer.
             place: what errors name.
             row: may have `tools` and `chat_template_kwargs`.
+            column: that the prompt is in.
 
         Raises:
             ConfigError: it is neither text nor a chat; the error names the place.
         """
         if is_chat(value):
-            return self._prompt(as_messages(_without_answer(value, place), place), place, row or {})
+            return self._prompt(as_messages(_asked(value, place, column), place), place, row or {})
         return _as_written(_text(value, place), row or {})
 
-    def messages(self, value: Any, place: str, row: Mapping[str, Any]) -> list[Message] | None:
+    def messages(self, value: Any, place: str, row: Mapping[str, Any], column: str = "") -> list[Message] | None:
         """The messages that :meth:`prompt` spells; None of a text that no command has written of a chat."""
-        chat = value if is_chat(value) else row.get(MESSAGES)
-        return as_messages(_without_answer(chat, place), place) if chat else None
+        chat = _asked(value, place, column) if is_chat(value) else row.get(MESSAGES)
+        return as_messages(chat, place) if chat else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
@@ -127,41 +131,64 @@ class RowReader:
         chat, answer = [*prompt, *answers[:-1]], answers[-1]
         return Demonstration(self._prompt(chat, place, row), self._answer(chat, answer, place, row))
 
-    def turns(self, row: Mapping[str, Any], number: int, last: bool) -> Turns:
-        """The same with all answers of a chat; ``last`` for the last alone."""
+    def turns(self, row: Mapping[str, Any], number: int, last: bool, whole: bool = False, rated: bool = False) -> Turns:
+        """The same with all answers of a chat that are to be learnt, see :func:`is_learnt`.
+
+        Args:
+            row: of the data.
+            number: counts from 1.
+            last: the last answer alone.
+            whole: all of the text is learnt, with its prompt.
+            rated: it is rated and not learnt, whatever the row says of learning.
+
+        Raises:
+            ConfigError: no answer is to be learnt.
+        """
         prompt, answers, column = self._parts(row, number)
+        ended = has_ended(row, "chosen" if column == "chosen" else None, f"{self.key}: row {number}")
         place = f"{self.key}: row {number}: `{column}`"
         if isinstance(answers, str):
-            return Turns(cast(str, prompt), strip_end(self.template, answers), (), self.template.end)
+            return Turns(cast(str, prompt), strip_end(self.template, answers), (), self.template.end, ended)
         template = self._written_by(row, place)
         chat = [*prompt, *answers]
-        taught = [n for n, each in enumerate(chat) if n >= len(prompt) and each["role"] == "assistant"]
-        taught = taught[-1:] if last else taught
-        if column == "messages" and not last:
-            taught = [n for n, each in enumerate(chat) if each["role"] == "assistant" and n > 0]
-        first = self._prompt(chat[: taught[0]], place, row)
-        pieces: list[tuple[str, int, str]] = []  # an answer, the token that ends it, and what is read after it
-        for here, following in zip_longest(taught, taught[1:]):
+        learnt = [rated or is_learnt(message, f"{place}: message {n}") for n, message in enumerate(chat, start=1)]
+        said = [n for n, each in enumerate(chat) if n >= len(prompt) and each["role"] == "assistant"]
+        if column == "messages":
+            said = [n for n, each in enumerate(chat) if each["role"] == "assistant" and n > 0]
+        said = said[-1:] if last or _only_last(row, place) else said
+        taught = [n for n in said if learnt[n]]
+        if whole and not all(learnt[n] or each["role"] != "assistant" for n, each in enumerate(chat)):
+            raise ConfigError(
+                f"{place} has an answer that is not to be learnt; completion_only must be true for such rows"
+            )
+        if not taught:
+            what = "the last answer is" if len(said) == 1 else "its answers are all"
+            raise ConfigError(f"{place}: {what} not to be learnt, as the row says; leave it out")
+        ended, said = ended or taught[-1] < said[-1], [n for n in said if taught[0] <= n <= taught[-1]]
+        first = self._prompt(chat[: said[0]], place, row)
+        pieces: list[tuple[str, int, str, bool]] = []  # an answer, the token that ends it, what is read after it
+        for here, following in zip_longest(said, said[1:]):
             answer = self._answer(chat[:here], chat[here], place, row)
             end = template.end_of_calls if chat[here].get("tool_calls") else template.end
             read = chat[here + 1 : following] if following is not None else []
             if following is not None and not read:
                 raise ConfigError(f"{place} has two answers of the assistant in a row; must have a message between")
-            pieces.append((answer, end, self._said(place, template.between, read, end) if read else ""))
+            between = self._said(place, template.between, read, end) if read else ""
+            pieces.append((answer, end, between, learnt[here]))
         if len(pieces) == 1:
-            return Turns(first, pieces[0][0], (), end)
-        return self._joined(first, pieces)
+            return Turns(first, pieces[0][0], (), end, ended)
+        return self._joined(first, pieces, ended)
 
-    def _joined(self, first: str, pieces: Sequence[tuple[str, int, str]]) -> Turns:
+    def _joined(self, first: str, pieces: Sequence[tuple[str, int, str, bool]], ended: bool) -> Turns:
         """Several answers, with the messages and the ends between them."""
         assert self.tokenizer is not None
         tokens: list[int] = []
         learnt: list[int] = []
-        for place, (answer, end, read) in enumerate(pieces, start=1):
+        for place, (answer, end, read, learns) in enumerate(pieces, start=1):
             said, heard = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (answer, read))
             said = [*said, end] if place < len(pieces) else said
-            tokens, learnt = [*tokens, *said, *heard], [*learnt, *[1] * len(said), *[0] * len(heard)]
-        return Turns(first, tuple(tokens), tuple(learnt), pieces[-1][1])
+            tokens, learnt = [*tokens, *said, *heard], [*learnt, *[int(learns)] * len(said), *[0] * len(heard)]
+        return Turns(first, tuple(tokens), tuple(learnt), pieces[-1][1], ended)
 
     def preference(self, row: Mapping[str, Any], number: int) -> Preference:
         """See :meth:`preferences`; rows count from 1."""
@@ -240,6 +267,52 @@ class RowReader:
             raise ConfigError(f"{place}: {error}") from error
 
 
+_LEARNT = ("weight", "loss", "train", "training", "trainable", "learn", "loss_mask", "step_loss_mask")
+"""Of a message: whether it is to be learnt, as OpenAI, ms-swift, slime and axolotl write it."""
+_IN_PART = ("loss_scale", "train_detail")
+_ENDED = (None, "", "stop", "eos", "eos_token", "end_turn", "stop_sequence", "tool_calls", "tool_use", "function_call")
+_CUT_OFF = ("length", "max_tokens", "max_output_tokens", "model_length", "content_filter", "abort", "error")
+
+
+def is_learnt(message: Message, place: str) -> bool:
+    """Whether a message says that it is to be learnt; an answer that says nothing is.
+
+    Raises:
+        ConfigError: it is to be learnt in part, or is not the assistant's and is to be learnt.
+    """
+    for name in (name for name in _IN_PART if message.get(name) is not None):
+        raise ConfigError(f"{place} has {name!r}; must be left out: an answer is learnt as a whole or not at all")
+    flags = {name: message[name] for name in _LEARNT if message.get(name) is not None}
+    for name, value in flags.items():
+        if value not in (0, 1):
+            raise ConfigError(f"{place} has {name!r}: {value!r}; must be 0 or 1, false or true")
+        if value == 1 and message["role"] != "assistant":
+            found = f"{place} ({message['role']}) has {name!r}: {value!r}"
+            raise ConfigError(f"{found}; must be left out: only answers of the assistant are learnt")
+    return message["role"] == "assistant" and all(value == 1 for value in flags.values())
+
+
+def _only_last(row: Mapping[str, Any], place: str) -> bool:
+    """Whether a row has the last answer alone learnt."""
+    masks = row.get("mask_history")
+    if masks not in (None, False, True):
+        raise ConfigError(f"{place}: `mask_history` is {masks!r}; must be true or false")
+    return bool(masks)
+
+
+def has_ended(row: Mapping[str, Any], side: str | None, place: str) -> bool:
+    """Whether a row's answer ended by itself: by its `finish_reason`, or of a pair by `chosen_finish_reason`.
+
+    Raises:
+        ConfigError: the value is not known.
+    """
+    column = "finish_reason" if side is None else f"{side}_finish_reason"
+    reason = row.get(column)
+    if reason not in (*_ENDED, *_CUT_OFF):
+        raise ConfigError(f"{place} has {reason!r} as {column!r}; must be 'stop' or 'length'")
+    return reason in _ENDED
+
+
 def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[Any, Any, str]:
     """Prompt and response of a row as they are there, each text or messages, and the column that the response is in.
 
@@ -296,8 +369,8 @@ def prompt_identity(value: Any, place: str) -> str:
 def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | None:
     """The messages of the prompt of a pair, of which ``side`` is `chosen` or `rejected`; None of texts."""
     written = next((row.get(name) for name in (MESSAGES, "prompt") if is_chat(row.get(name))), None)
-    chat = written or (row[side] if is_chat(row[side]) else None)
-    return as_messages(_without_answer(chat, place), place) if chat else None
+    chat = written or (_without_answer(row[side], place) if is_chat(row[side]) else None)
+    return as_messages(chat, place) if chat else None
 
 
 def prompt_of(row: Mapping[str, Any], field: str) -> Any:
@@ -401,6 +474,16 @@ def _begin_with(prompt: Any, *sides: Any) -> bool:
     return is_chat(prompt) and all(
         len(side) > len(prompt) and list(side[: len(prompt)]) == list(prompt) for side in sides
     )
+
+
+def _asked(chat: Any, place: str, column: str) -> Sequence[Mapping[str, Any]]:
+    """What is asked in a chat. The last message of the assistant in `messages` is the answer, unless it says that it is
+    a beginning; in a prompt it is one.
+    """
+    last = chat[-1]
+    opened = isinstance(last.get("content"), str) and OPENED.search(last["content"])
+    goes_on = last["role"] == "assistant" and (column != "messages" or last.get("prefix") or opened)
+    return chat if goes_on and len(chat) > 1 else _without_answer(chat, place)
 
 
 def _without_answer(chat: Any, place: str) -> Sequence[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.data.checksums import checksum_of
 from async_rlhf.data.files import read_file
 from async_rlhf.data.views import Joined
+from async_rlhf.models.chats import unpadded
 from async_rlhf.system.names import TEXT_FILES, find_data
 
 Rows = Sequence[Mapping[str, Any]]
@@ -33,11 +34,28 @@ def load_rows(
         ConfigError: the source does not exist, cannot be read or is empty, or a column is missing.
     """
     path = find_data(source, split, key)
-    rows: Rows = _load(path, source, split, key, numbers)
+    rows: Rows = without_padding(_load(path, source, split, key, numbers))
     if len(rows) == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
     check_columns(rows, columns, key, source)
     return rows
+
+
+def without_padding(rows: Any) -> Any:
+    """Rows whose chats and schemas of tools lack the nulls with which Arrow fills them: it gives each call the
+    arguments of all calls. Rows of JSON keep the nulls that they have.
+    """
+    features, form = getattr(rows, "features", None), getattr(rows, "format", None)
+    nested = [
+        name for name, kind in (features or {}).items() if "arguments" in repr(kind) or "parameters" in repr(kind)
+    ]
+    if not nested or not isinstance(form, Mapping) or form["type"] is not None:
+        return rows
+
+    def change(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {n: [unpadded(each) for each in column] if n in nested else column for n, column in batch.items()}
+
+    return rows.with_transform(change)
 
 
 def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "the data set") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data.calls import CallParser
-from async_rlhf.models.chats import ChatTemplate, Message, Schemas
+from async_rlhf.models.chats import ChatTemplate, Message, Schemas, is_begun, joined_answer
 from async_rlhf.types import Prompt, Sample
 
 
@@ -124,8 +124,15 @@ def as_columns(
     asked: Sequence[Sequence[Mapping[str, Any]]], said: Sequence[Sequence[Message]]
 ) -> dict[str, list[list[Message]]]:
     """The columns of :func:`conversations`, of prompts and of what came after them."""
-    whole = [[*map(dict, before), *after] for before, after in zip(asked, said, strict=True)]
+    whole = [_joined([*map(dict, before)], after) for before, after in zip(asked, said, strict=True)]
     return {"messages": whole, "completion_messages": [*map(list, said)]}
+
+
+def _joined(before: list[Message], after: Sequence[Message]) -> list[Message]:
+    """Both, with an answer that the prompt has begun as one message."""
+    if is_begun(before) and after and after[0]["role"] == "assistant":
+        return [*before[:-1], joined_answer(before[-1], after[0]), *after[1:]]
+    return [*before, *after]
 
 
 def said_of(renderer: Renderer, prompt: Prompt, sample: Sample) -> list[Message]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.formats import RowReader, check_prompts, other_column
-from async_rlhf.data.loading import Rows
+from async_rlhf.data.loading import Rows, without_padding
 from async_rlhf.data.tokenizer import Part, Rendered, begun, encode_parts, text_start
 from async_rlhf.data.views import index_type
 from async_rlhf.distributed.collectives import Ranks
@@ -66,11 +66,12 @@ class PromptStream:
         if len(rows) == 0:
             raise ConfigError(f"{key}: got 0 rows; must have at least one")
         check_prompts(rows, prompt_field, key)
+        rows = without_padding(rows)
         reader, start = RowReader(tokenizer, key, tools, chat), text_start(tokenizer)
 
         def read(row: Mapping[str, Any], number: int) -> Part:
             column = other_column(row, prompt_field) or prompt_field
-            prompt = reader.prompt(row.get(column), f"{key}: {column!r} of row {number}", row)
+            prompt = reader.prompt(row.get(column), f"{key}: {column!r} of row {number}", row, column)
             return Part((begun(start, prompt),), rendered=prompt if isinstance(prompt, Rendered) else None)
 
         self.rows = rows
@@ -113,7 +114,8 @@ class PromptStream:
         value = columns[self._field] if column is None else columns.pop(column)
         messages = None
         if (rendered := self._rendered[row].as_py()) is not None:
-            messages = self._reader.messages(value, f"{self._field!r} of row {row + 1}", columns)
+            place = f"{self._field!r} of row {row + 1}"
+            messages = self._reader.messages(value, place, columns, column or self._field)
             value = Rendered(rendered)
         columns[self._field] = value
         return Prompt(draw, row, self._tokens[row], columns, messages, column)

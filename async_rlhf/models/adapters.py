@@ -26,6 +26,18 @@ def has_adapters(model: nn.Module) -> bool:
     return getattr(model, "peft_config", None) is not None
 
 
+def are_trained(model: nn.Module) -> bool:
+    """Whether the model has adapters that change what it computes."""
+    return has_adapters(model) and any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
+
+
+def trained_further(base: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The model with the adapters that a folder or a hub name has, to be trained: transformers loads them frozen."""
+    from peft import PeftModel
+
+    return unwrap(PeftModel.from_pretrained(base, str(Path(name).expanduser()), is_trainable=True))
+
+
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task: str = "CAUSAL_LM") -> PreTrainedModel:
     """Freeze the model and add trainable adapters to it, in place.
 

@@ -67,6 +67,20 @@ def is_chat(value: Any) -> bool:
     return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
 
 
+def is_begun(messages: Sequence[Message]) -> bool:
+    """Whether a chat ends with the beginning of an answer, which is to go on."""
+    return len(messages) > 0 and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+def joined_answer(begun: Message, rest: Message) -> Message:
+    """The beginning of an answer and what was written after it, as one message."""
+    thinks = not begun["content"] and bool(begun.get("reasoning_content"))
+    if not thinks:
+        return {**begun, **rest, "content": f"{begun['content']}{rest['content']}"}
+    thought = f"{begun['reasoning_content']}{rest.get('reasoning_content', '')}"
+    return {**begun, **rest, "reasoning_content": thought}
+
+
 def setting_of(row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
     """The columns that say how the row's prompt is written; none if it is text."""
     return {name: row[name] for name in ROW_SETTING if row.get(name)} if is_chat(prompt) else {}
@@ -148,7 +162,7 @@ def _as_call(call: Any, place: str) -> dict[str, Any]:
         right = 'must be {"function": {"name": "...", "arguments": {...}}}'
         raise ConfigError(f"{place}: a tool call is {call!r:.80}; {right}")
     rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
-    return {**rest, "type": "function", "function": {"name": name, "arguments": _without_nulls(arguments)}}
+    return {**rest, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def _named(write: Callable[..., str]) -> Callable[..., str]:
@@ -195,7 +209,7 @@ class Setting:
         if taken := sorted(_TAKEN & {*chosen}):
             right = "the template gets these from the row's own columns, or from the command"
             raise ConfigError(f"{place}: `chat_template_kwargs` has {', '.join(taken)}; must not: {right}")
-        return Setting([*self.tools, *map(_without_nulls, found)], {**self.arguments, **chosen})
+        return Setting([*self.tools, *found], {**self.arguments, **chosen})
 
 
 def _is_schema(value: Any) -> bool:
@@ -212,8 +226,16 @@ def _loaded(value: Any, place: str) -> Any:
         raise ConfigError(f"{place} is {value!r:.80}; must be JSON: {error}") from error
 
 
+def unpadded(value: Any) -> Any:
+    """A column of Arrow without the nulls of its calls and schemas: it gives each of them the keys of all."""
+    if is_chat(value):
+        return [
+            {**one, "tool_calls": _without_nulls(one["tool_calls"])} if one.get("tool_calls") else one for one in value
+        ]
+    return _without_nulls(value) if isinstance(value, (list, tuple)) and all(map(_is_schema, value)) else value
+
+
 def _without_nulls(value: Any) -> Any:
-    """A schema without the keys that are null: Parquet gives every schema the keys of all."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -288,13 +310,20 @@ class ChatTemplate:
 
     @_named
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text of a chat, up to where an answer begins.
+        """The text of a chat, up to where an answer begins; or goes on, if the chat ends with its beginning.
 
         Raises:
             ConfigError: the template cannot write it.
         """
         self._require(messages)
-        return self._write(messages, True)
+        if not is_begun(messages):
+            return self._write(messages, True)
+        *before, begun = messages
+        place = "content" if begun["content"] or not begun.get("reasoning_content") else "reasoning_content"
+        text, found, _ = self._write([*before, {**begun, place: f"{begun[place]}{_MARK}"}], False).partition(_MARK)
+        if not found:
+            raise ConfigError(f"the chat template leaves out what an answer begins with ({place})")
+        return text
 
     @_named
     def answer(self, messages: Sequence[Message], answer: Message) -> str:
@@ -304,6 +333,8 @@ class ChatTemplate:
             ConfigError: the template cannot write it.
         """
         self._require([*messages, answer])
+        if is_begun(messages):
+            return self._going_on(messages, answer)
         prompt, whole = self._write(messages, True), self._write([*messages, answer], False)
         begun = _common(prompt, self._write([*messages, {"role": "assistant", "content": _MARK}], False))
         left, thought, lost = prompt[len(begun) :], answer.get("reasoning_content"), ""
@@ -324,6 +355,15 @@ class ChatTemplate:
         if thought and thought.strip() not in lost + rest:
             self._warn("leaves reasoning (`reasoning_content`) out of answers, so it is not learnt")
         return lost + self._ended(rest, "tool_calls" in answer)
+
+    def _going_on(self, messages: Sequence[Message], answer: Message) -> str:
+        """The same where the chat ends with the beginning of the answer."""
+        *before, begun = messages
+        prompt, joined = self.prompt(messages), joined_answer(begun, answer)
+        whole = self._write([*before, joined], False)
+        if not whole.startswith(prompt):
+            raise ConfigError("the chat template writes the beginning of an answer otherwise when it goes on")
+        return self._ended(whole[len(prompt) :], "tool_calls" in answer)
 
     def _ended(self, rest: str, called: bool) -> str:
         """The text of an answer without what ends it."""

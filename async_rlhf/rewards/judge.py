@@ -5,6 +5,7 @@ As a reward it gives scores, or compares a prompt's completions.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 from async_rlhf.config import ConfigError, JudgeConfig
 from async_rlhf.config.base import configuration, require
+from async_rlhf.models.thoughts import answer_of
 from async_rlhf.rewards.chat import MARKED, ChatModel, filled
+
+logger = logging.getLogger(__name__)
 
 
 def _text(title: str, place: str) -> str:
@@ -41,8 +45,19 @@ SCORE = (
 )
 ASKED = {"score": (SCORE, ("prompt", "completion")), "pairs": (QUESTION, ("prompt", "first", "second"))}
 """The question, and the places that one of the user's own must have."""
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?")
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of|of)\s*\d+(?:\.\d+)?)?")
 """A score, maybe out of so many."""
+_MARKED = re.compile(r"\[\[\s*([AB])\s*\]\]")
+_NAMED = re.compile(
+    r"[\W_]*(?:(?:so|therefore|thus|hence)\b\W*)?(?:(?:i|we) (?:prefer|choose|pick)\b\W*)?"
+    r"(?:(?:my|the|final|better|best|preferred)\b\W*)*(?:(?:answer|verdict|choice|winner|option|response|reply)\b\W*)?"
+    r"(?:(?:is|would be)\b\W*)?(?:(?:answer|option|response|reply)\b\W*)?([AB])[\W_]*",
+    re.IGNORECASE,
+)
+_LETTER = re.compile(r"(?<![A-Za-z'])([AB])(?![A-Za-z'])")
+_ARTICLE = re.compile(
+    r"A\s+(?!(?:is|was|wins|has|does|gives|answers|seems|over|because|by|as|since|or|and|nor)\b)[a-z]"
+)
 
 
 class Pair(NamedTuple):
@@ -67,6 +82,8 @@ class PairwiseJudge:
     def __init__(self, config: JudgeConfig, memory: Path) -> None:
         self._chat = ChatModel(config, memory)
         self._question = read_question(config.prompt_file, QUESTION, ("prompt", "first", "second"))
+        self.unread = ""
+        """One of the replies that gave no verdict, of those asked for last."""
 
     def outcomes(self, pairs: Sequence[Pair], label: str | None) -> tuple[list[float], dict[str, float]]:
         """For each pair 1 where ours is the better answer, 0 where theirs is, 1/2 where the two orders disagree or the
@@ -90,7 +107,9 @@ class PairwiseJudge:
             for pair in asked
             for first, second in ((pair.ours, pair.theirs), (pair.theirs, pair.ours))
         ]
-        verdicts = iter(map(verdict, self._chat.answers(texts, label)))
+        replies = self._chat.answers(texts, label)
+        verdicts = iter(map(verdict, replies))
+        self.unread = next((reply for reply in replies if not verdict(reply)), "")
         outcomes, inconsistent, unreadable = [], 0, 0
         for pair in pairs:
             if pair.ours == pair.theirs:
@@ -124,9 +143,32 @@ def read_question(file: str | None, default: str, places: Sequence[str]) -> str:
 
 
 def verdict(reply: str) -> str:
-    """ "A" or "B", whichever letter stands alone in the reply; "" if none does, or both."""
-    found = set(re.findall(r"(?<![A-Za-z])([AB])(?![A-Za-z'])", reply))
-    return found.pop() if len(found) == 1 else ""
+    """ "A" or "B", whichever the reply names, without what was thought: [[A]], a last line that says no more, or the
+    one letter that stands alone and is no article. "" if there is none, or both.
+    """
+    said = answer_of(reply).strip()
+    if marked := {*_MARKED.findall(said)}:
+        return marked.pop() if len(marked) == 1 else ""
+    if (named := _NAMED.fullmatch(said.splitlines()[-1] if said else "")) and named[1].isupper():
+        return named[1]
+    letters = [found for found in _LETTER.finditer(said) if not _ARTICLE.match(said, found.start())]
+    found = {letter[1] for letter in letters}
+    denied = any(re.search(r"\b(?:not|neither|nor|than)\s*\Z", said[: letter.start()]) for letter in letters)
+    return found.pop() if len(found) == 1 and not denied else ""
+
+
+class _Unread(float):
+    """No number, with the reply that gave none."""
+
+    _why: str
+
+    def __new__(cls, reply: str, right: str) -> _Unread:
+        made = super().__new__(cls, math.nan)
+        made._why = f"nan, as the judge replied {reply[-100:]!r}; {right} (more max_tokens for one that thinks)"
+        return made
+
+    def __repr__(self) -> str:
+        return self._why
 
 
 @configuration
@@ -164,7 +206,9 @@ class Judge(JudgeConfig):
         return self.how == "score"
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-        """The rewards. A reply without a number of the scale is no reward (NaN); one without a verdict is a tie."""
+        """The rewards. A reply without a number of the scale is no reward (NaN). One without a verdict is a tie, and the
+        log says so; if no reply has one, there is no reward.
+        """
         return self._scores(prompts, completions) if self.how == "score" else self._wins(prompts, completions)
 
     def _scores(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
@@ -176,16 +220,25 @@ class Judge(JudgeConfig):
         return [self._read(reply) for reply in self._chat.answers(texts)]
 
     def _read(self, reply: str) -> float:
-        found = _NUMBER.findall(reply)
+        found = _NUMBER.findall(answer_of(reply))
         score = float(found[0]) if len(found) == 1 else math.nan  # "from 1 to 10: 7" may be read as one likes
-        inside = self.lowest <= score <= self.highest
-        return (score - self.lowest) / (self.highest - self.lowest) if inside else math.nan
+        if self.lowest <= score <= self.highest:
+            return (score - self.lowest) / (self.highest - self.lowest)
+        return _Unread(reply, f"must be one number from {self.lowest:g} to {self.highest:g}")
 
     def _wins(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         groups = [[i for i, _ in group] for _, group in groupby(enumerate(prompts), key=lambda each: each[1])]
         couples = [couple for group in groups for couple in combinations(group, 2)]
         pairs = [Pair(prompts[i], completions[i], completions[j]) for i, j in couples]
-        outcomes = self._pairwise.outcomes(pairs, None)[0] if pairs else []
+        outcomes, shares = self._pairwise.outcomes(pairs, None) if pairs else ([], {})
+        asked = sum(pair.ours != pair.theirs for pair in pairs) / max(1, len(pairs))
+        if share := shares.get("unreadable", 0.0):
+            unread = _Unread(self._pairwise.unread, "must be A or B")
+            if share == asked:
+                return [unread] * len(prompts)
+            logger.warning(
+                "WARNING: %.0f%% of the judge's replies gave no verdict, and count as ties: %r", 100 * share, unread
+            )
         wins, others = [0.0] * len(prompts), [0] * len(prompts)
         for (i, j), outcome in zip(couples, outcomes, strict=True):
             wins[i] += outcome

@@ -404,7 +404,10 @@ def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     found["reward"] = [_environment_reward(sample) for sample in samples]
     failed = sum(found.pop("failed", ()))
     known = {name: [value for value in each if not math.isnan(value)] for name, each in found.items()}
-    return {"episode/failed": failed, **{f"episode/{name}": float(np.mean(each)) for name, each in known.items() if each}}
+    return {
+        "episode/failed": failed,
+        **{f"episode/{name}": float(np.mean(each)) for name, each in known.items() if each},
+    }
 
 
 def _out_of_room(samples: Sequence[Sample], limits: GenerationConfig) -> dict[str, float]:

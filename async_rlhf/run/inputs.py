@@ -24,7 +24,7 @@ from async_rlhf.generation.episodes.spec import episodes_of
 from async_rlhf.generation.placement import memory_taken
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.learner.optimizers import Optimizers
-from async_rlhf.models.adapters import add_adapters, has_adapters, only_adapter, unwrap
+from async_rlhf.models.adapters import add_adapters, are_trained, has_adapters, only_adapter, trained_further, unwrap
 from async_rlhf.models.budget import with_sizes
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.context_length import check_positions, length_key
@@ -143,6 +143,11 @@ def load_models(
         # Who scores elsewhere gets whole weights.
         reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, on_meta=on_meta and here)
     own, where = apart["reference_device"] is not None, place("reference_device")
+    ref_model = ref_model if ref_model is None or isinstance(ref_model, str) else unwrap(ref_model)
+    if ref_model is None and algorithm.needs(config).reference and are_trained(policy):
+        # Below its adapters it is another policy than the one that the run starts from.
+        logger.info("model: its adapters have been trained, so a copy of it as it starts is the reference policy")
+        ref_model = copy.deepcopy(policy)
     alone = algorithm.needs(config).reference and not (ref_model is None and _adapts(config, policy))
     named = config.reference_device
     right = "must be null: this run has no reference policy that is a model of its own"
@@ -161,7 +166,9 @@ def load_models(
         if isinstance(each, PreTrainedModel):
             use_attention(each, config, key)
     require_alike(parallel.ranks, model=policy, ref_model=reference, reward_model=reward, value_model=value)
-    if config.lora.rank > 0 and not has_adapters(policy):
+    right = "must be 0: the model has adapters, which are trained further; merge them to train new ones"
+    require(config.lora.rank == 0 or not has_adapters(policy), "lora.rank", config.lora.rank, right)
+    if config.lora.rank > 0:
         add_adapters(policy, config.lora, config.seed)
     if config.lora.publish == "adapter":
         only_adapter(policy)
@@ -187,7 +194,11 @@ def _policy(config: OnlineConfig, model: Model, device: torch.device, on_meta: b
     if not isinstance(model, str):
         return in_float32(unwrap(model).to(device))
     if config.lora.base_bits is None:
-        return load_policy(model, device, trust=config.trust_remote_code, on_meta=on_meta)
+        policy = load_policy(model, device, trust=config.trust_remote_code, on_meta=on_meta)
+        if not has_adapters(policy):
+            return policy
+        base = only_adapter(policy).base_model_name_or_path
+        return trained_further(load_policy(base, device, trust=config.trust_remote_code), model)
     computed = autocast_dtype(config) or torch.float32
     return load_in_four_bits(model, device, computed, trust=config.trust_remote_code)
 

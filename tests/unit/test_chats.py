@@ -270,7 +270,9 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text():
         ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
          {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1, "b": None}}]},
-         {"content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}),
+         {"content": "", "tool_calls": [
+             {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}}
+         ]}),
         ({"role": "assistant", "tool_calls": [{"id": "x", "type": None, "function": {"name": "f", "arguments": None}}]},
          {"content": "", "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f", "arguments": {}}}]}),
         ({"role": "assistant", "content": "4", "thinking": "t"}, {"content": "4", "reasoning_content": "t"}),
@@ -364,6 +366,73 @@ def test_sft_learns_all_answers_as_they_would_be_sampled(chat, kind):
     assert (last.prompt, last.response, last.learnt) == (chat.prompt(messages[:5]), answers[2], ())
 
 
+FLAGS = [{"weight": 0}, {"loss": False}, {"train": False}, {"training": False}, {"step_loss_mask": 0}, {"weight": 0.0}]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=str)
+def test_an_answer_that_is_not_to_be_learnt_is_read_alone(chat, flag):
+    """As what stands between two answers is; before the first that is learnt it belongs to the prompt."""
+    wrong, asked = {"role": "assistant", "content": "wrong: 3", **flag}, {"role": "user", "content": "No."}
+    reader = RowReader(chat.tokenizer, "train", chat=chat)
+    plain = {"role": "assistant", "content": "wrong: 3"}
+
+    def taught(*messages: Message, last: bool = False) -> tuple[str, str, list[str]]:
+        turns = reader.turns({"messages": [ASKED, *messages]}, 1, last)
+        if isinstance(turns.response, str):
+            return turns.prompt, turns.response, [turns.response]
+        kept = [[token for token, flag in zip(turns.response, turns.learnt, strict=True) if flag]]
+        return turns.prompt, chat.tokenizer.decode(turns.response), [chat.tokenizer.decode(one) for one in kept]
+
+    prompt, _, learnt = taught(wrong, asked, ANSWER)
+    assert (prompt, learnt) == (chat.prompt([ASKED, plain, asked]), [chat.answer([ASKED, plain, asked], ANSWER)])
+    end = chat.tokenizer.decode([chat.end])
+    prompt, whole, learnt = taught(ANSWER, asked, wrong, asked, ANSWER)
+    assert prompt == chat.prompt([ASKED])
+    assert "wrong: 3" in whole
+    first, last = chat.answer([ASKED], ANSWER), chat.answer([ASKED, ANSWER, asked, plain, asked], ANSWER)
+    assert learnt == [first + end + last]
+    assert taught(ANSWER, asked, wrong) == taught(ANSWER)
+    assert taught(wrong, asked, ANSWER, last=True) == taught(wrong, asked, ANSWER)
+    right = {name: bool(1) if isinstance(value, bool) else 1 for name, value in flag.items()}
+    assert taught({**ANSWER, **right}) == taught(ANSWER)
+    for messages, only_last, error in (
+        ([ASKED, wrong], False, "the last answer is not to be learnt, as the row says; leave it out"),
+        ([ASKED, wrong, asked, wrong], False, "its answers are all not to be learnt"),
+        ([ASKED, ANSWER, asked, wrong], True, "the last answer is not to be learnt"),
+        ([{**ASKED, **right}, ANSWER], False, rf"message 1 \(user\) has '{next(iter(flag))}': .*; must be left out"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            reader.turns({"messages": messages}, 1, only_last)
+    with pytest.raises(ConfigError, match="an answer that is not to be learnt; completion_only must be true"):
+        reader.turns({"messages": [ASKED, wrong, asked, ANSWER]}, 1, False, whole=True)
+    rated = reader.turns({"messages": [ASKED, wrong]}, 1, True, rated=True)
+    assert rated.response == chat.answer([ASKED], plain)
+
+
+@pytest.mark.parametrize(
+    ("flag", "error"),
+    [
+        ({"weight": 0.5}, "message 2 has 'weight': 0.5; must be 0 or 1"),
+        ({"loss": "no"}, "has 'loss': 'no'; must be 0 or 1"),
+        ({"loss_scale": 0.1}, "has 'loss_scale'; must be left out"),
+        ({"train_detail": []}, "has 'train_detail'; must be left out"),
+    ],
+)
+def test_what_says_how_much_to_learn_is_refused_by_name(chat, flag, error):
+    with pytest.raises(ConfigError, match=error):
+        RowReader(chat.tokenizer, "train", chat=chat).turns({"messages": [ASKED, {**ANSWER, **flag}]}, 1, False)
+
+
+def test_a_row_may_have_its_last_answer_alone_learnt(chat):
+    reader = RowReader(chat.tokenizer, "train", chat=chat)
+    messages = [ASKED, ANSWER, {"role": "user", "content": "And?"}, ANSWER]
+    masked = reader.turns({"messages": messages, "mask_history": True}, 1, last=False)
+    assert masked == reader.turns({"messages": messages}, 1, last=True)
+    assert reader.turns({"messages": messages, "mask_history": False}, 1, False) != masked
+    with pytest.raises(ConfigError, match="`mask_history` is 'yes'; must be true or false"):
+        reader.turns({"messages": messages, "mask_history": "yes"}, 1, last=False)
+
+
 def test_a_prompt_has_one_identity_in_every_form():
     chat = [ASKED]
     forms = [
@@ -429,7 +498,9 @@ def test_calls_of_a_template_that_wants_ids_are_read_and_answered():
 def test_a_template_that_cannot_write_an_answer_that_is_a_call_is_refused_by_name():
     template = ChatTemplate(tokenizer_of(NINE.replace("| length != 9", "!= 'of-the-hub'")), setting=Setting(TOOLS))
     template._can["tool_calls"] = True
-    with pytest.raises(ConfigError, match=r"its chat template cannot write an answer that is a call: .*nine characters"):
+    with pytest.raises(
+        ConfigError, match=r"its chat template cannot write an answer that is a call: .*nine characters"
+    ):
         CallParser(template.tokenizer, TOOLS, template)
 
 

@@ -144,7 +144,10 @@ def test_a_source_that_is_nothing_says_what_would_be_right(tmp_path):
 
 
 def test_identity_and_order_are_those_of_earlier_versions():
-    """A run resumes only with the fingerprint that its checkpoint has. These are values of November 2026."""
+    """A run resumes only with the fingerprint that its checkpoint has. These are values of November 2026.
+
+    Then a prompt that ends with a message of the assistant began to go on from there.
+    """
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -154,8 +157,8 @@ def test_identity_and_order_are_those_of_earlier_versions():
     rows += [{"query": chat, "label": 0.1} for chat in chats]
     rows += [{"prompt": "x" * 50}, {"prompt": "other column", "tools": None}]
     stream = PromptStream(rows, tokenizer, seed=5)
-    assert stream.fingerprint() == "5539bbb0167a0177bfb6cf8739a8a4a6"
+    assert stream.fingerprint() == "3e8478161dacf7aee2df26973981fe91"
     assert [stream.prompt(i).row for i in range(12)] == [7, 10, 4, 5, 9, 6, 3, 0, 8, 2, 1, 6]
     stream = PromptStream(rows, tokenizer, seed=5, max_length=20)
-    assert stream.fingerprint() == "3cd165b02454602277f4938edb2d2842"
-    assert [stream.prompt(i).row for i in range(12)] == [4, 6, 10, 8, 5, 3, 7, 0, 2, 1, 6, 3]
+    assert stream.fingerprint() == "9e2f5cfee96e88e4705a0132ffa40055"
+    assert [stream.prompt(i).row for i in range(12)] == [4, 10, 6, 3, 5, 0, 2, 1, 10, 3, 1, 6]

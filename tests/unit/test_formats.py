@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow
 import pytest
+from datasets import Dataset
 from huggingface_hub import HfApi
 from tiny import byte_tokenizer
 
+from async_rlhf.commands.reward import encode_pairs
+from async_rlhf.commands.sft import encode_rows
 from async_rlhf.config import ConfigError
 from async_rlhf.data import tokenizer as tokenizers
 from async_rlhf.data.formats import RowReader
-from async_rlhf.data.loading import load_rows
+from async_rlhf.data.loading import load_rows, without_padding
+from async_rlhf.data.rendering import as_columns
 from async_rlhf.data.tokenizer import Part, encode_parts, encode_texts
+from async_rlhf.models.chats import ChatTemplate, as_messages
 from async_rlhf.system import names
 from async_rlhf.system.names import why_nowhere
 
@@ -86,9 +92,63 @@ def test_preferences(reader, row, expected):
     assert list(reader.preferences([row])) == [expected]
 
 
-def test_prompts_are_all_before_the_last_answer(reader):
+def test_prompts_are_all_before_the_last_answer_of_a_whole_chat(reader):
     values = ["text", said("a", "b", "c"), said("a", "b", "c", "d")]
-    assert [reader.prompt(value, "row") for value in values] == ["text", START, START]
+    assert [reader.prompt(value, "row", column="messages") for value in values] == ["text", START, START]
+
+
+BEGUN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me solve this.\n<think>\n"}]
+
+
+@pytest.mark.parametrize("column", ["query", "prompt", "own", "messages"])
+def test_a_prompt_that_ends_with_the_beginning_of_an_answer_goes_on(reader, column):
+    """As transformers' continue_final_message has it. In `messages` it has to say that it is a beginning."""
+    begun = "[user]a\n[assistant]Let me solve this.\n<think>\n"
+    assert reader.prompt(BEGUN, "row", column=column) == begun
+    assert reader.messages(BEGUN, "row", {}, column) == BEGUN
+    plain = [BEGUN[0], {"role": "assistant", "content": "So: ", **({"prefix": True} if column == "messages" else {})}]
+    assert reader.prompt(plain, "row", column=column) == "[user]a\n[assistant]So: "
+    continued = reader.tokenizer.apply_chat_template(plain, tokenize=False, continue_final_message=True)
+    assert continued.strip() == "[user]a\n[assistant]So:"
+    # Its rest is what sft learns, and what a pair compares.
+    assert list(reader.demonstrations([{"prompt": BEGUN, "completion": "2</think>3"}])) == [(begun, "2</think>3")]
+    pair = {"prompt": BEGUN, "chosen": "x", "rejected": "y"}
+    assert list(reader.preferences([pair])) == [(begun, "x", "y")]
+    turns = reader.turns({"prompt": BEGUN, "completion": "2"}, 1, last=False)
+    assert (turns.prompt, turns.response) == (begun, "2")
+
+
+def test_a_row_that_a_command_has_written_keeps_the_beginning(reader):
+    row = {"query": reader.prompt(BEGUN, "row"), "prompt_messages": BEGUN}
+    assert reader.messages(row["query"], "row", row, "query") == BEGUN
+    columns = as_columns([BEGUN], [[{"role": "assistant", "content": "2</think>3"}]])
+    whole = {"role": "assistant", "content": "Let me solve this.\n<think>\n2</think>3"}
+    assert columns["messages"] == [[BEGUN[0], whole]]
+    assert columns["completion_messages"] == [[{"role": "assistant", "content": "2</think>3"}]]
+
+
+CALLS = [
+    {"function": {"name": "f", "arguments": {"city": "Rome", "n": None}}},
+    {"function": {"name": "g", "arguments": {"x": 1}}},
+]
+CALLING = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": CALLS}]}]
+
+
+def test_nulls_of_json_stay_and_those_with_which_arrow_fills_calls_do_not(tmp_path):
+    def arguments(rows) -> list[Any]:
+        chat = as_messages(rows[0]["messages"], "row 1")
+        return [call["function"]["arguments"] for call in chat[-1]["tool_calls"]]
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(CALLING[0]))
+    written = [{"city": "Rome", "n": None}, {"x": 1}]
+    assert arguments(load_rows(str(path))) == arguments(CALLING) == written
+    dataset = Dataset.from_list(CALLING)
+    assert dataset[0]["messages"][1]["tool_calls"][1]["function"]["arguments"].keys() == {"city", "n", "x"}
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    stored = load_rows(str(tmp_path / "rows.parquet"))
+    for rows in (stored, without_padding(dataset), stored.select([0])):
+        assert arguments(rows) == arguments(list(rows)) == [{"city": "Rome"}, {"x": 1}]
 
 
 @pytest.mark.parametrize(
@@ -313,3 +373,35 @@ def test_few_tokens_are_in_memory(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizers, "_CHUNK", len(TEXTS))
     assert list(encode(tokenizer, TEXTS)) == expected_of(tokenizer)
     assert not folder.exists()
+
+
+ENDED = [{}, {"finish_reason": None}, {"finish_reason": "stop"}, {"finish_reason": "tool_calls"}]
+CUT_OFF = [{"finish_reason": "length"}, {"finish_reason": "max_tokens"}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "completion": "it is tw"}, {"messages": said("a", "it is tw")}], ids=str
+)
+def test_sft_learns_no_end_after_an_answer_that_was_cut_off(chatting, row):
+    template = ChatTemplate(chatting)
+
+    def learnt(row: dict[str, Any], **options: Any) -> str:
+        (example,) = encode_rows([row], template, True, 100, "train", **options)[0]
+        return chatting.decode(example.tokens[example.start :])
+
+    assert {learnt({**row, **reason}) for reason in ENDED} == {"it is tw<eos>"}
+    assert {learnt({**row, **reason}) for reason in CUT_OFF} == {"it is tw"}
+    with pytest.raises(ConfigError, match="train: row 1 has 'no idea' as 'finish_reason'; must be 'stop' or 'length'"):
+        learnt({**row, "finish_reason": "no idea"})
+
+
+def test_the_better_side_of_a_pair_may_have_been_cut_off(chatting):
+    """As `pairs` writes it, for every stage that reads such rows."""
+    template, row = ChatTemplate(chatting), {"prompt": "a", "chosen": "it is tw", "rejected": "no"}
+    for reason, ends in (("length", ""), ("stop", "<eos>")):
+        cut = {**row, "chosen_finish_reason": reason}
+        (example,) = encode_rows([cut], template, True, 100, "train")[0]
+        assert chatting.decode(example.tokens) == f"ait is tw{ends}"
+        (pair,) = encode_pairs([cut], template, 100, "train")[0]
+        assert chatting.decode(pair.chosen) == f"ait is tw{ends}"
+        assert chatting.decode(pair.rejected) == "ano<eos>"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_pairwise import Server, more_o, serving
-from tiny import byte_tokenizer, json_rows, new_reward_model, rare
+from tiny import byte_tokenizer, call_reward_function, json_rows, new_reward_model, rare
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf import OnlineDPOTrainer
@@ -17,7 +17,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.data.tokenizer import train_tokenizer
 from async_rlhf.rewards import chat
 from async_rlhf.rewards.chat import JudgeError, filled
-from async_rlhf.rewards.functions import load_reward_functions
+from async_rlhf.rewards.functions import RewardError, load_reward_functions
 from async_rlhf.rewards.judge import judge
 from async_rlhf.rewards.reward_models import RewardModels, reward_models, reward_server
 
@@ -55,6 +55,42 @@ def test_a_reply_off_the_scale_is_no_reward(make):
         with serving(Server(lambda text, reply=reply: reply)) as url:
             (reward,) = make(url, model=f"m{reply}")(["p"], ["o"])
         assert reward != reward, reply
+
+
+def test_a_judge_may_think_and_say_a_score_in_words(make):
+    for reply in (
+        "<think>maybe 4</think>7",
+        "7.0 out of 10",
+        "7 of 10",
+        "**7**",
+        "Score: 7/10",
+        "<think>1 or 2</think>\n7.",
+    ):
+        with serving(Server(lambda text, reply=reply: reply)) as url:
+            assert make(url, model=f"m{reply}")(["p"], ["o"]) == pytest.approx([6 / 9]), reply
+
+
+@pytest.mark.parametrize("reply", ["excellent", "<think>7 or 8, let me"])
+def test_the_error_for_a_reply_without_a_score_shows_the_reply(make, reply):
+    with serving(Server(lambda text: reply)) as url, pytest.raises(RewardError) as error:
+        call_reward_function(make(url), ["p"], ["o"], {})
+    assert f"the judge replied {reply!r}; must be one number from 1 to 10 (more max_tokens for one that" in str(
+        error.value
+    )
+
+
+def test_verdicts_that_cannot_be_read_are_said_and_are_no_ties_where_all_are(make, caplog):
+    with serving(Server(lambda *_: "<think>A is short")) as url, pytest.raises(RewardError) as error:
+        call_reward_function(make(url, how="pairs"), PROMPTS, COMPLETIONS, {})
+    assert "the judge replied '<think>A is short'; must be A or B (more max_tokens" in str(error.value)
+    with serving(Server(lambda first, second: "A tie." if "ooo" in (first, second) else more_o(first, second))) as url:
+        assert make(url, how="pairs", model="other")(PROMPTS, COMPLETIONS) == [0.75, 0.25, 0.5, 0.25, 0.25, 1.0]
+    assert (
+        "33% of the judge's replies gave no verdict, and count as ties: nan, as the judge replied 'A tie.'"
+        in caplog.text
+    )
+    # A pair of equal texts needs no verdict, so it is none that could not be read.
+    assert make("http://localhost:1/v1", how="pairs")(["p", "p"], ["x", "x"]) == [0.5, 0.5]
 
 
 def test_completions_of_a_prompt_are_compared_in_both_orders(make):

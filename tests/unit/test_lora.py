@@ -204,6 +204,41 @@ def test_a_users_own_peft_model_is_trained(make_policy, tokenizer, prompts, make
     assert all("lora_" in name for name in moved)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_reference_of_adapters_that_come_trained_is_the_policy_as_it_starts(
+    make_policy, tokenizer, prompts, make_args, tmp_path, by_name
+):
+    """Before the first step its KL to the policy is nothing, and the adapters go on from where they were."""
+    config = peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_policy(), config)
+    stir(model)
+    start = {name: p.clone() for name, p in model.get_base_model().named_parameters()}
+    if by_name:
+        make_policy().save_pretrained(tmp_path / "base")
+        model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+        model.save_pretrained(tmp_path / "adapter")
+        tokenizer.save_pretrained(tmp_path / "adapter")
+    args = make_args(algorithm="rloo", learning_rate=1e-3, total_episodes=16)
+    given = {"reward_funcs": count_letters} | ({} if by_name else {"processing_class": tokenizer})
+    trainer = OnlineTrainer(str(tmp_path / "adapter") if by_name else model, args, prompts, **given)
+    now = dict(trainer.learner.policy.named_parameters())
+    assert all(torch.equal(p, start[name]) for name, p in now.items())
+    assert {name for name, p in now.items() if p.requires_grad} == {name for name in now if "lora_" in name}
+    trainer.train()
+    first, *_ = [line for line in json_rows(Path(args.output_dir, "metrics.jsonl")) if "objective/kl" in line]
+    assert first["objective/kl"] == pytest.approx(0, abs=1e-5)
+    for name, parameter in trainer.learner.reference.model.named_parameters():
+        assert torch.equal(parameter, start[name])
+    assert any(not torch.equal(p, start[name]) for name, p in now.items())
+
+
+def test_new_adapters_beside_those_of_the_model_are_refused(make_policy, tokenizer, prompts, make_args):
+    own = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM"))
+    args = make_args(lora=LoRAConfig(rank=2))
+    with pytest.raises(ConfigError, match="lora.rank: got 2; must be 0: the model has adapters, which are trained"):
+        OnlineTrainer(own, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+
+
 def test_a_peft_model_that_was_loaded_frozen_is_refused(make_policy, tokenizer, prompts, make_args, tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM")
     peft.get_peft_model(make_policy(), config).save_pretrained(tmp_path / "adapter")

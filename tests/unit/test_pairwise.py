@@ -116,7 +116,16 @@ def test_what_cannot_be_read_is_half_a_verdict(judge):
 
 @pytest.mark.parametrize(
     ("reply", "letter"),
-    [("A", "A"), (" B.\n", "B"), ("**A**", "A"), ("Answer: B", "B"), ("[[A]]", "A"), ("A or B?", ""), ("Both", "")],
+    [
+        ("A", "A"), (" B.\n", "B"), ("**A**", "A"), ("Answer: B", "B"), ("[[A]]", "A"), ("A or B?", ""), ("Both", ""),
+        ("<think>A is short, B is right.</think>B", "B"), ("<think>A is short", ""), ("A tie.", ""), ("It's a tie.",
+        ""),
+        ("A good reply needs facts", ""), ("A plus", ""), ("A is better.", "A"), ("A, because it is right", "A"),
+        ("The better answer is A.", "A"), ("I would choose A", "A"), ("A is short, B is right.\n\nB", "B"),
+        ("B wins", "B"),
+        ("Neither A nor B", ""), ("not B", ""), ("A beats B in style.\nFinal verdict: [[B]]", "B"), ("Option B", "B"),
+        ("<|channel|>analysis<|message|>A?<|end|><|start|>assistant<|channel|>final<|message|>B", "B"),
+    ],
 )  # fmt: skip
 def test_verdicts(reply, letter):
     assert verdict(reply) == letter

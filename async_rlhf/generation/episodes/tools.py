@@ -72,8 +72,9 @@ class ToolEnvironment:
         self._calls += len(answers)
         self._errors += sum(not fine for *_, fine in answers)
         messages = [
-            {"role": "tool", "name": name, "content": text if fine else f"Error: {text}", **_call_of(one)}
-            for (name, text, fine), one in zip_longest(answers, calls, fillvalue={})
+            {"role": "tool", "name": name, "content": text if fine else f"Error: {text}"}
+            | ({"tool_call_id": own} if own else {})
+            for (name, text, fine), own in zip_longest(answers, (one.get("id") for one in calls))
         ]
         metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         return Observation(messages, done=not answers, metrics=metrics)
@@ -95,11 +96,6 @@ class ToolEnvironment:
             return name, _text_of(await _called(tool, arguments)), True
         except (Exception, SystemExit) as error:  # of any kind: the policy may try again
             return name, _unicode(f"{type(error).__name__}: {error}"), False
-
-
-def _call_of(call: Mapping[str, Any]) -> dict[str, str]:
-    """What says which call a message of a tool answers, if the policy gave the call an id."""
-    return {"tool_call_id": call["id"]} if "id" in call else {}
 
 
 async def _called(function: Tool, arguments: Mapping[str, Any]) -> Any:
