@@ -16,7 +16,7 @@ from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import PairsConfig
 from async_rlhf.data.formats import MESSAGES, load_prompts
 from async_rlhf.data.rendering import Renderer, conversations
-from async_rlhf.data.tokenizer import decode_samples
+from async_rlhf.data.tokenizer import decode_samples, encode_texts
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import ChatTemplate, setting_of
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 
 def run_pairs(config: PairsConfig) -> dict[str, float]:
     """Sample, judge, and write ``config.output``: one JSON object per line with `prompt`, `chosen`, `rejected`,
-    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length"). If the
-    prompt is a chat, `prompt` is its text, and `prompt_messages` the chat. With ``from_ratings`` see
+    `chosen_score`, `rejected_score`, `chosen_finish_reason` and `rejected_finish_reason` ("stop" or "length"). Where a
+    text would be read as other tokens than were sampled, `chosen_tokens` or `rejected_tokens` has these. If the prompt
+    is a chat, `prompt` is its text, and `prompt_messages` the chat. With ``from_ratings`` see
     :func:`~async_rlhf.commands.ratings.run_pairs_from_ratings`.
 
     Returns:
@@ -68,7 +69,9 @@ def _sampled(config: PairsConfig, stage: Stage, output: Path, ranks: Ranks) -> d
     renderer = Renderer(tokenizer, (), chat)
     more = conversations(renderer, each, samples)
     scores = judge(queries, columns, texts, [sample.finish_reason == "stop" for sample in samples], more)
-    pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field)
+    read = encode_texts(tokenizer, [str(text) for text in texts])
+    tokens = [None if text.tokens == alone else text.tokens for text, alone in zip(texts, read, strict=True)]
+    pairs = best_and_worst(prompts, samples, texts, scores, config.pairs_per_prompt, config.prompt_field, tokens)
     results = {
         "prompts": len(prompts),
         "dropped": dropped,
@@ -98,6 +101,7 @@ def best_and_worst(
     scores: Sequence[float],
     pairs_per_prompt: int = 1,
     prompt_field: str = "query",
+    tokens: Sequence[tuple[int, ...] | None] | None = None,
 ) -> list[dict[str, Any]]:
     """Pairs from the K samples of each prompt (adjacent in the other arguments): the best against the worst, the second
     best against the second worst, and so on. A pair of equal scores is dropped; samples of equal score stay in order.
@@ -122,6 +126,13 @@ def best_and_worst(
                         "rejected_score": scores[worst],
                         "chosen_finish_reason": samples[best].finish_reason,
                         "rejected_finish_reason": samples[worst].finish_reason,
+                        **_tokens("chosen", best, tokens),
+                        **_tokens("rejected", worst, tokens),
                     }
                 )
     return pairs
+
+
+def _tokens(side: str, row: int, tokens: Sequence[tuple[int, ...] | None] | None) -> dict[str, list[int]]:
+    found = None if tokens is None else tokens[row]
+    return {} if found is None else {f"{side}_tokens": list(found)}

@@ -12,7 +12,7 @@ from async_rlhf.commands.evaluation.reward_judge import RewardJudge
 from async_rlhf.commands.evaluation.statistics import wilson
 from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
-from async_rlhf.data.formats import RowReader, asked_of, has_ended
+from async_rlhf.data.formats import SIDES, RowReader, asked_of, has_ended
 from async_rlhf.data.loading import Rows, load_rows
 from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.distributed.collectives import Ranks
@@ -20,8 +20,6 @@ from async_rlhf.learner.launch import rank_device
 from async_rlhf.models.chats import Message
 
 logger = logging.getLogger(__name__)
-
-_SIDES = ("chosen", "rejected")
 
 
 def run_relabel(config: RelabelConfig) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def relabel(
     """
     prompts, *sides = zip(*RowReader(judge.tokenizer, key, chat=judge.chat).preferences(rows), strict=True)
     scores: list[Sequence[float]] = []
-    for side, texts in zip(_SIDES, sides, strict=True):
+    for side, texts in zip(SIDES, sides, strict=True):
         columns = [{name: value for name, value in row.items() if name != "prompt"} for row in rows]
         ended = [has_ended(row, side, f"{key}: row {number}") for number, row in enumerate(rows, start=1)]
         logger.info("relabel: scoring the %s side of %d pairs", side, len(rows))

@@ -32,7 +32,7 @@ from async_rlhf.config.common import SCORE
 from async_rlhf.data.formats import RowReader, first_words, has_ended
 from async_rlhf.data.loading import Rows, columns_of, load_rows
 from async_rlhf.data.ratings import is_rated, read_ratings, require_different
-from async_rlhf.data.tokenizer import Part, begun, encode_parts, strip_end, text_start
+from async_rlhf.data.tokenizer import Part, begun, encode_parts, spelt, strip_end, text_start
 from async_rlhf.data.views import Examples
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import add_adapters
@@ -201,7 +201,7 @@ def encode_pairs(
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, *sides = reader.preference(row, number)
         ended = tuple(has_ended(row, side, f"{key}: row {number}") for side in ("chosen", "rejected"))
-        return Part((begun(start, prompt), *(strip_end(chat, text) for text in sides)), ended)
+        return Part((begun(start, prompt), *(spelt(chat.tokenizer, strip_end(chat, text)) for text in sides)), ended)
 
     (prompts, *sides), numbers, _ = encode_parts(chat.tokenizer, rows, read, key)
     ended = [number.astype(np.int8) for number in numbers]

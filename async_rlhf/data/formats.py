@@ -19,13 +19,15 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, lacks, load_rows
-from async_rlhf.data.tokenizer import TEXT, Rendered, split_text, strip_end
+from async_rlhf.data.tokenizer import TEXT, Rendered, Sampled, spelt, split_text, strip_end
 from async_rlhf.data.views import Row, Selected
 from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat, require_unicode
 from async_rlhf.models.thoughts import OPENED
 
 logger = logging.getLogger(__name__)
 
+SIDES = ("chosen", "rejected")
+"""Of a pair."""
 MESSAGES = "prompt_messages"
 """The column in which a command keeps the chat whose text it has written as the prompt."""
 
@@ -148,7 +150,8 @@ class RowReader:
         ended = has_ended(row, "chosen" if column == "chosen" else None, f"{self.key}: row {number}")
         place = f"{self.key}: row {number}: `{column}`"
         if isinstance(answers, str):
-            return Turns(cast(str, prompt), strip_end(self.template, answers), (), self.template.end, ended)
+            text = strip_end(self.template, answers if column != "chosen" else sampled(row, column, answers))
+            return Turns(cast(str, prompt), spelt(self.template.tokenizer, text), (), self.template.end, ended)
         template = self._written_by(row, place)
         chat = [*prompt, *answers]
         learnt = [rated or is_learnt(message, f"{place}: message {n}") for n, message in enumerate(chat, start=1)]
@@ -191,7 +194,11 @@ class RowReader:
         return Turns(first, tuple(tokens), tuple(learnt), pieces[-1][1], ended)
 
     def preference(self, row: Mapping[str, Any], number: int) -> Preference:
-        """See :meth:`preferences`; rows count from 1."""
+        """See :meth:`preferences`; rows count from 1. A side has the tokens that `pairs` has kept of it."""
+        prompt, *sides = self._preference(row, number)
+        return Preference(prompt, *(sampled(row, side, text) for side, text in zip(SIDES, sides, strict=True)))
+
+    def _preference(self, row: Mapping[str, Any], number: int) -> Preference:
         place = f"{self.key}: row {number}"
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
@@ -311,6 +318,12 @@ def has_ended(row: Mapping[str, Any], side: str | None, place: str) -> bool:
     if reason not in (*_ENDED, *_CUT_OFF):
         raise ConfigError(f"{place} has {reason!r} as {column!r}; must be 'stop' or 'length'")
     return reason in _ENDED
+
+
+def sampled(row: Mapping[str, Any], side: str, text: str) -> str:
+    """A side of a pair, with the tokens that `pairs` has kept of it."""
+    tokens = row.get(f"{side}_tokens")
+    return Sampled(text, tokens) if isinstance(tokens, (list, tuple)) else text
 
 
 def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[Any, Any, str]:

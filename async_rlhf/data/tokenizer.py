@@ -102,6 +102,29 @@ class Rendered(str):
     __slots__ = ()
 
 
+class Sampled(str):
+    """A text that a policy wrote, with its tokens: the text alone may be read as others, or lack half a character.
+
+    Args:
+        text: as it was decoded.
+        tokens: without the one that ended it.
+    """
+
+    tokens: tuple[int, ...]
+
+    def __new__(cls, text: str, tokens: Sequence[int] = ()) -> Sampled:
+        made = super().__new__(cls, text)
+        made.tokens = tuple(tokens)
+        return made
+
+
+def spelt(tokenizer: PreTrainedTokenizerBase, text: str) -> str | tuple[int, ...]:
+    """The tokens of a text that a policy with this tokenizer wrote; any other text as it is."""
+    if isinstance(text, Sampled) and text.tokens and tokenizer.decode(list(text.tokens)) == text:
+        return text.tokens
+    return text
+
+
 class Part(NamedTuple):
     """What is kept of a row."""
 
@@ -178,7 +201,9 @@ def encode_parts(
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
     """Token ids of each text, without special tokens."""
-    return encode_parts(tokenizer, texts, lambda text, _: Part((text,)), "texts", keep=False).tokens[0] if texts else []
+    if not texts:
+        return []
+    return encode_parts(tokenizer, texts, lambda text, _: Part((spelt(tokenizer, text),)), "texts", False).tokens[0]
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Sequence[tuple[int, ...]]:
@@ -308,9 +333,9 @@ def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
     return query, text[len(query) :]
 
 
-def decode_samples(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -> list[str]:
+def decode_samples(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -> list[Sampled]:
     """Texts of the tokens that the policy drew, without the stop token."""
     drawn = [(sample.drawn, sample.finish_reason == "stop") for sample in samples]
-    if not drawn:
-        return []  # of no texts transformers makes an empty one
-    return tokenizer.batch_decode([(tokens[:-1] if stopped else tokens).tolist() for tokens, stopped in drawn])
+    tokens = [(tokens[:-1] if stopped else tokens).tolist() for tokens, stopped in drawn]
+    texts = tokenizer.batch_decode(tokens) if tokens else ()  # of no texts transformers makes an empty one
+    return [Sampled(text, own) for text, own in zip(texts, tokens, strict=True)]

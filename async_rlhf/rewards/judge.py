@@ -206,8 +206,8 @@ class Judge(JudgeConfig):
         return self.how == "score"
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-        """The rewards. A reply without a number of the scale is no reward (NaN). One without a verdict is a tie, and the
-        log says so; if no reply has one, there is no reward.
+        """The rewards. A reply without a number of the scale is no reward (NaN). One without a verdict is a tie, and
+        the log says so; if no reply has one, there is no reward.
         """
         return self._scores(prompts, completions) if self.how == "score" else self._wins(prompts, completions)
 

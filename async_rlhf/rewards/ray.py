@@ -205,7 +205,7 @@ class RayScorer(Scorer):
         return [answers[i % count][i // count] for i in range(len(batches))]
 
     def _call_functions(
-        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+        self, prompts: list[str], completions: Sequence[str], columns: Mapping[str, list[Any]], samples: int
     ) -> Called:
         count, groups = len(self._pool), len(prompts) // samples
         options = self.config.reward_timeout, self.skip, self.config.reward_retries

@@ -309,7 +309,7 @@ class Scorer:
         return [everyone[number] for number in range(len(batches))]
 
     def _call_functions(
-        self, prompts: list[str], completions: list[str], columns: Mapping[str, list[Any]], samples: int
+        self, prompts: list[str], completions: Sequence[str], columns: Mapping[str, list[Any]], samples: int
     ) -> Called:
         """The rewards of every function, and what each did that has failed; each prompt has ``samples`` consecutive
         completions.
@@ -322,7 +322,7 @@ class Scorer:
         if not broken_R.any():
             return scores_R
         first = int(broken_R.nonzero()[0])
-        text = self.tokenizer.decode(samples[first].drawn.tolist())
+        (text,) = decode_samples(self.tokenizer, [samples[first]])  # as functions get it
         error = RewardError(message.format(score=scores_R[first].item(), text=text))
         raise_or_warn(error, int(broken_R.sum()), len(samples), self.skip)
         return scores_R.masked_fill(broken_R, torch.nan)

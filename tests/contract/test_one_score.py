@@ -16,12 +16,14 @@ from async_rlhf.commands.evaluate import _conversations
 from async_rlhf.commands.evaluation.answers import human_answers
 from async_rlhf.commands.evaluation.generations import Generation
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
+from async_rlhf.commands.pairs import best_and_worst
 from async_rlhf.commands.ratings import encode_ratings
 from async_rlhf.commands.relabel import relabel
 from async_rlhf.commands.reward import encode_pairs
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.data.formats import MESSAGES
 from async_rlhf.data.stream import PromptStream
+from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import score_rows
 from async_rlhf.models.loading import load_reward_model, load_tokenizer, stop_token_ids
@@ -108,6 +110,40 @@ def test_one_score_everywhere(folder, form):
     built_in = reward_models(models=[folder], batch_size=1)([query] * len(texts), list(texts), **columns)
     assert torch.equal(torch.tensor(built_in).float(), trained)
     assert len(set(trained.tolist())) == len(COMPLETIONS)
+
+
+@pytest.mark.quick
+def test_an_answer_that_is_no_whole_text_has_its_score_everywhere(folder):
+    """Half a character: read as text it would be other tokens. `pairs` keeps them beside such a text, and no other."""
+    tokenizer = load_tokenizer(folder)
+    chat, model = ChatTemplate(tokenizer), load_reward_model(folder)
+    (prompt,) = PromptStream([{"query": "17+4?"}], tokenizer, shuffle=False).batch(1, 1)
+    drawn = [[65, 0xE2, 0x82, chat.end], [66, 67, chat.end], [0xF0, 68, 69]]
+    reasons = ["stop", "stop", "length"]
+    samples = tuple(
+        Sample.answer(prompt.tokens, one, [0] * len(one), [0] * len(one), reason)
+        for one, reason in zip(drawn, reasons, strict=True)
+    )
+    args = OnlineDPOConfig(annotate_batch_size=1, non_eos_penalty=False)
+    trained = Scorer(tokenizer, args, model)(Batch(1, 0, (Group(prompt, samples),), 0.0)).scores_PK[0].tolist()
+    texts = decode_samples(tokenizer, samples)
+    judge, prompts = RewardJudge(folder, [], 1, "cpu"), ["17+4?"] * 3
+    assert judge(prompts, [{}] * 3, texts, [reason == "stop" for reason in reasons]) == trained
+    assert reward_models(models=[folder], batch_size=1)(prompts[:2], texts[:2]) == trained[:2]  # it takes all as ended
+    tokens = [None if text.isascii() else text.tokens for text in texts]
+    pairs = best_and_worst([prompt], samples, texts, trained, tokens=tokens)
+    best, worst = (trained.index(edge(trained)) for edge in (max, min))
+    (written,) = json.loads(json.dumps(pairs))
+    assert written.get("chosen_tokens") == (None if tokens[best] is None else list(tokens[best]))
+    (relabelled,), _ = relabel([written], judge, "data")
+    assert (relabelled["chosen_score"], relabelled["rejected_score"]) == (trained[best], trained[worst])
+    (pair,), _ = encode_pairs([written], chat, 96, "train")
+    assert score_rows(model, [pair.chosen, pair.rejected], 1).tolist() == [trained[best], trained[worst]]
+    (row,), _ = encode_rows([written], chat, True, 96, "train")
+    assert list(row.tokens[row.start :]) == drawn[best]
+    edited = {**written, "chosen": "AB", "rejected": "BA"}  # whoever changes a text means the text
+    (pair,), _ = encode_pairs([edited], chat, 96, "train")
+    assert tokenizer.decode(pair.chosen).startswith("17+4?AB")
 
 
 @pytest.mark.quick

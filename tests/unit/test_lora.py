@@ -235,7 +235,7 @@ def test_the_reference_of_adapters_that_come_trained_is_the_policy_as_it_starts(
 def test_new_adapters_beside_those_of_the_model_are_refused(make_policy, tokenizer, prompts, make_args):
     own = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM"))
     args = make_args(lora=LoRAConfig(rank=2))
-    with pytest.raises(ConfigError, match="lora.rank: got 2; must be 0: the model has adapters, which are trained"):
+    with pytest.raises(ConfigError, match=r"lora.rank: got 2; must be 0: the model has adapters, which are trained"):
         OnlineTrainer(own, args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
 
 

@@ -121,7 +121,7 @@ def test_pairs_by_a_reward_model(tmp_path, make_policy, make_reward_model, token
     assert run_pairs(config)["pairs"] >= 7
     for pair in load_rows(config.output):
         for side in ("chosen", "rejected"):
-            tokens = tokenizer.encode(pair["prompt"]) + tokenizer.encode(pair[side])
+            tokens = tokenizer.encode(pair["prompt"]) + (pair.get(f"{side}_tokens") or tokenizer.encode(pair[side]))
             tokens += [tokenizer.eos_token_id] * (pair[f"{side}_finish_reason"] == "stop")
             assert pair[f"{side}_score"] == pytest.approx(score_by_hand(reward_model, tokens), abs=1e-4)
         assert pair["chosen_score"] > pair["rejected_score"]

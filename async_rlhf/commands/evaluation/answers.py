@@ -19,7 +19,7 @@ from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.loading import check_columns
 from async_rlhf.data.rendering import Renderer
-from async_rlhf.data.tokenizer import TEXT, encode_responses, split_text, strip_end
+from async_rlhf.data.tokenizer import TEXT, Sampled, encode_responses, split_text, strip_end
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.generation.sampling import Distribution
 from async_rlhf.models.chats import ChatTemplate
@@ -123,7 +123,7 @@ def _said_in(lines: Sequence[Generation]) -> Sequence[Generation]:
 
 def _model_answers(source: str, lines: Sequence[Generation]) -> Answers:
     return Answers(
-        texts=[line.completion for line in lines],
+        texts=[Sampled(line.completion, _written(line)) for line in lines],
         ended=[line.finish_reason == "stop" for line in lines],
         rows=[EncodedRow(line.prompt_tokens + line.tokens, len(line.prompt_tokens)) for line in lines],
         source=source,
@@ -132,6 +132,11 @@ def _model_answers(source: str, lines: Sequence[Generation]) -> Answers:
         played=played(lines),
         said=[line.said or [{"role": "assistant", "content": line.completion}] for line in _said_in(lines)],
     )
+
+
+def _written(line: Generation) -> tuple[int, ...]:
+    """Its tokens without the one that ended it."""
+    return line.tokens[:-1] if line.finish_reason == "stop" else line.tokens
 
 
 def _tokenizer(evaluation: Evaluation, models: Mapping[str, str]) -> PreTrainedTokenizerBase | None:
@@ -149,9 +154,8 @@ def _tokenizer(evaluation: Evaluation, models: Mapping[str, str]) -> PreTrainedT
     if config.ref_model is not None:
         tokenizer = load_tokenizer(config.ref_model, key="ref_model", trust=trust)
         for line in evaluation.lines[:100]:
-            tokens = line.tokens[:-1] if line.finish_reason == "stop" else line.tokens
             right = "must be a model with the tokenizer of those that sampled the generations"
-            require(tokenizer.decode(list(tokens)) == line.completion, "ref_model", config.ref_model, right)
+            require(tokenizer.decode(list(_written(line))) == line.completion, "ref_model", config.ref_model, right)
         return tokenizer
     for one in evaluation.answers.values():
         with suppress(ConfigError):
