@@ -150,7 +150,7 @@ class Scorer:
         why = {"the environment or the agent failed": failed_episodes_R}
         if by_model_R is not None:
             message = "the reward model gave {score} for {text!r}"
-            rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message)
+            rewards["model"] = self._finite(by_model_R, ~by_model_R.isfinite(), samples, message, with_end=True)
             failed_R = rewards["model"].isnan()
             why["the reward model gave no finite number"] = failed_R
         for name, values in judged.by_functions.items():
@@ -317,12 +317,17 @@ class Scorer:
         options = self.config.reward_timeout, self.skip, self.config.reward_retries
         return call_reward_functions(self._callable, prompts, completions, columns, *options)
 
-    def _finite(self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str) -> Tensor:
-        """Replace broken scores by NaN, or raise if they stop the run."""
+    def _finite(
+        self, scores_R: Tensor, broken_R: Tensor, samples: Sequence[Sample], message: str, with_end: bool = False
+    ) -> Tensor:
+        """Replace broken scores by NaN, or raise if they stop the run; the error shows a text as functions get it, or
+        with its end, as a reward model does.
+        """
         if not broken_R.any():
             return scores_R
         first = int(broken_R.nonzero()[0])
-        (text,) = decode_samples(self.tokenizer, [samples[first]])  # as functions get it
+        (text,) = decode_samples(self.tokenizer, [samples[first]])
+        text = self.tokenizer.decode(samples[first].drawn.tolist()) if with_end else text
         error = RewardError(message.format(score=scores_R[first].item(), text=text))
         raise_or_warn(error, int(broken_R.sum()), len(samples), self.skip)
         return scores_R.masked_fill(broken_R, torch.nan)

@@ -309,8 +309,8 @@ def test_the_gold_model_sees_who_ended(config, evaluation, tmp_path, make_reward
     ]
     answers += [(row["query"], row["reference_response"], True, row["reference_score"]) for row in rows]
     assert {ended for _, _, ended, _ in answers} == {True, False}
-    _, lines = read_generations(tmp_path / "generations")[1]["final"]
-    sampled = {(line.query, line.completion): line.tokens for line in lines}
+    found = read_generations(tmp_path / "generations")[1].values()
+    sampled = {(line.query, line.completion): line.tokens for _, lines in found for line in lines}
     for query, text, ended, score in answers:
         read = [*tokenizer.encode(text), *([256] if ended else [])]
         tokens = (*tokenizer.encode(query), *sampled.get((query, text), read))
