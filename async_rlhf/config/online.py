@@ -48,9 +48,9 @@ class AdapterConfig(Checked):
     """Rank of the adapters; 0 trains every weight."""
     alpha: float = key(32.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
-    target_modules: list[str] = key([])
-    """Names of the modules to adapt, linear layers whose weights no other layer shares; empty takes every linear layer
-    except the head. The experts and routers of a mixture are none."""
+    target_modules: list[str] | Literal["all-linear"] = key([])
+    """Names of the modules to adapt, linear layers whose weights no other layer shares; empty, or "all-linear", takes
+    every linear layer except the head. The experts and routers of a mixture are none."""
 
     def check(self) -> None:
         if self.rank == 0:

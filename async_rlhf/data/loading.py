@@ -11,7 +11,7 @@ from async_rlhf.data.checksums import checksum_of
 from async_rlhf.data.files import read_file
 from async_rlhf.data.views import Joined
 from async_rlhf.models.chats import unpadded
-from async_rlhf.system.names import TEXT_FILES, find_data
+from async_rlhf.system.names import find_data, is_text
 
 Rows = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -23,8 +23,8 @@ def load_rows(
     """All rows of a data set. No type is guessed: JSON and Parquet say what a value is, and CSV has only text.
 
     Args:
-        source: a .jsonl, .json, .parquet or .csv file, a folder of such files named by their splits, one written by
-            datasets, or a hub name; "name:config" if the hub has several configurations.
+        source: a .jsonl, .json, .csv or .tsv file, perhaps compressed, a .parquet file, a folder of such files named by
+            their splits, one written by datasets, or a hub name; "name:config" if the hub has several configurations.
         split: the split to take if there are several.
         columns: columns that must be there.
         numbers: columns that are numbers in CSV, too.
@@ -105,7 +105,7 @@ def _load(path: Path, source: str, split: str, key: str, numbers: Sequence[str])
     """The rows of JSON and CSV files as they are there; datasets, which would guess their types, reads all else."""
     if path.is_file() and path.stat().st_size == 0:
         raise ConfigError(f"{key}: {source!r} has no rows; must have at least one")
-    if path.suffix in TEXT_FILES:
+    if is_text(path):
         return read_file(path, key, numbers)
 
     from datasets import DatasetDict, load_dataset, load_dataset_builder, load_from_disk

@@ -54,7 +54,8 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
         import peft
     except ImportError as error:
         raise ConfigError("lora.rank: needs peft; pip install 'async-rlhf[peft]'") from error
-    modules = list(config.target_modules) or _linear_layers(model)
+    named = () if config.target_modules == "all-linear" else config.target_modules
+    modules = list(named) or _linear_layers(model)
     options: dict[str, Any] = {
         "r": config.rank,
         "lora_alpha": config.alpha,

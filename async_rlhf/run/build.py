@@ -166,8 +166,8 @@ def _check_stop(config: OnlineConfig, inputs: Inputs) -> None:
 
 
 def _algorithm(config: OnlineConfig, algorithm: Algorithm | None) -> Algorithm:
-    """The algorithm that the configuration is for."""
-    if algorithm is None:
+    """The algorithm that the configuration is for; a trainer of GRPO takes those that derive from its own, too."""
+    if algorithm is None or (algorithm.config is not type(config) and isinstance(config, algorithm.config)):
         return of_config(config)
     right = f"must be of type {algorithm.config.__name__}"
     require(type(config) is algorithm.config, "args", type(config).__name__, right)

@@ -16,7 +16,9 @@ from typing import Any, Literal
 from async_rlhf.config.base import Checked, ConfigError, fields_of, require
 from async_rlhf.config.rewards import FUNCTION, FunctionName
 
-TEXT_FILES = (".jsonl", ".json", ".csv")
+TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
+"""Each perhaps compressed: rows.jsonl.gz."""
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 DATA_FILES = (*TEXT_FILES, ".parquet")
 _HUB_SECONDS = 10.0
 """To wait for the hub's answer whether it has a name."""
@@ -150,6 +152,11 @@ def _check_model(name: str, key: str) -> None:
     check_folder(name, key)
 
 
+def is_text(path: Path) -> bool:
+    """Whether a file is one of :data:`TEXT_FILES` by its name, perhaps compressed."""
+    return (Path(path.stem) if path.suffix in _COMPRESSED else path).suffix in TEXT_FILES
+
+
 def find_data(source: str, split: str, key: str) -> Path:
     """The file or folder that a data set's name means; a path that does not exist for a hub name.
 
@@ -159,8 +166,11 @@ def find_data(source: str, split: str, key: str) -> Path:
     path = Path(source).expanduser()
     files = [path / f"{split}{suffix}" for suffix in DATA_FILES]
     path = next((file for file in files if file.is_file()), path)
-    if path.suffix in DATA_FILES and not path.is_file():
+    if (path.suffix in DATA_FILES or is_text(path)) and not path.is_file():
         raise ConfigError(f"{key}: got {source!r}; there is no such file")
+    if path.is_file() and not (path.suffix in DATA_FILES or is_text(path)):
+        right = "must be a .jsonl, .json, .csv or .tsv file, as it is or compressed (.gz), or a .parquet file"
+        raise ConfigError(f"{key}: got {source!r}; {right}")
     if is_path(source) and not path.exists():
         raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
     if not path.exists() and (why := why_nowhere(source.partition(":")[0], "dataset")) is not None:

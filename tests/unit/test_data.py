@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pandas
 import pytest
@@ -162,3 +164,24 @@ def test_identity_and_order_are_those_of_earlier_versions():
     stream = PromptStream(rows, tokenizer, seed=5, max_length=20)
     assert stream.fingerprint() == "9e2f5cfee96e88e4705a0132ffa40055"
     assert [stream.prompt(i).row for i in range(12)] == [4, 10, 6, 3, 5, 0, 2, 1, 10, 3, 1, 6]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.bz2", "rows.csv.gz", "rows.tsv", "rows.tsv.xz"])
+def test_compressed_files_and_those_with_tabs_are_read(tmp_path, name):
+    between = "\t" if ".tsv" in name else ","
+    table = f"query{between}answer\na{between}1\nb, c{between}2\n".replace("b, c", '"b, c"')
+    rows = [{"query": "a", "answer": "1"}, {"query": "b, c", "answer": "2"}]
+    lines = "\n".join(map(json.dumps, rows))
+    text = table if between == "\t" or ".csv" in name else lines if "jsonl" in name else json.dumps(rows)
+    opened = {"gz": gzip.open, "bz2": bz2.open, "xz": lzma.open}.get(name.rpartition(".")[2], open)
+    with opened(tmp_path / name, "wt") as file:
+        file.write(text)
+    assert list(load_rows(str(tmp_path / name))) == rows
+    with pytest.raises(ConfigError, match=r"train: got '.*other.jsonl.gz'; there is no such file"):
+        load_rows(str(tmp_path / "other.jsonl.gz"), key="train")
+
+
+def test_a_file_of_another_kind_is_refused_by_what_would_be_right(tmp_path):
+    (tmp_path / "rows.txt").write_text("a")
+    with pytest.raises(ConfigError, match=r"train: got '.*rows.txt'; must be a .jsonl, .json, .csv or .tsv file"):
+        load_rows(str(tmp_path / "rows.txt"), key="train")

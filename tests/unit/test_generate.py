@@ -305,15 +305,17 @@ def test_the_gold_model_sees_who_ended(config, evaluation, tmp_path, make_reward
     rows = json_rows(tmp_path / "evaluation" / "samples.jsonl")
     model = load_reward_model(str(tmp_path / "gold"))
     answers = [
-        (row["query"], one["completion"], one["ended"], one["score"]) for row in rows for one in row["models"].values()
+        (row["query"], one["completion"], one["ended"], one["score"], name)
+        for row in rows
+        for name, one in row["models"].items()
     ]
-    answers += [(row["query"], row["reference_response"], True, row["reference_score"]) for row in rows]
-    assert {ended for _, _, ended, _ in answers} == {True, False}
-    found = read_generations(tmp_path / "generations")[1].values()
-    sampled = {(line.query, line.completion): line.tokens for _, lines in found for line in lines}
-    for query, text, ended, score in answers:
+    answers += [(row["query"], row["reference_response"], True, row["reference_score"], "human") for row in rows]
+    assert {ended for _, _, ended, *_ in answers} == {True, False}
+    found = read_generations(tmp_path / "generations")[1].items()
+    sampled = {(line.query, name): line.tokens for name, (_, lines) in found for line in lines}
+    for query, text, ended, score, name in answers:
         read = [*tokenizer.encode(text), *([256] if ended else [])]
-        tokens = (*tokenizer.encode(query), *sampled.get((query, text), read))
+        tokens = (*tokenizer.encode(query), *sampled.get((query, name), read))
         assert score == pytest.approx(score_rows(model, [tokens], 1).item(), abs=1e-4)
 
 

@@ -232,6 +232,13 @@ def test_the_reference_of_adapters_that_come_trained_is_the_policy_as_it_starts(
     assert any(not torch.equal(p, start[name]) for name, p in now.items())
 
 
+def test_pefts_word_for_every_linear_layer(make_policy):
+    word, empty = (
+        add_adapters(make_policy(), LoRAConfig(rank=2, target_modules=m), seed=0) for m in ("all-linear", [])
+    )
+    assert [name for name, _ in word.named_parameters()] == [name for name, _ in empty.named_parameters()]
+
+
 def test_new_adapters_beside_those_of_the_model_are_refused(make_policy, tokenizer, prompts, make_args):
     own = peft.get_peft_model(make_policy(), peft.LoraConfig(r=2, target_modules=["dense"], task_type="CAUSAL_LM"))
     args = make_args(lora=LoRAConfig(rank=2))

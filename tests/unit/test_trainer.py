@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from tiny import count_letters
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
-from async_rlhf import LoRAConfig, OnlineDPOTrainer, OnlineTrainerState, PPOTrainer
+from async_rlhf import GRPOTrainer, LoRAConfig, OnlineDPOTrainer, OnlineTrainerState, PPOTrainer
+from async_rlhf.algorithms.table import find
 from async_rlhf.commands.sft import run_sft
-from async_rlhf.config import SFTConfig
+from async_rlhf.config import ConfigError, SFTConfig
 from async_rlhf.models.saving import write_model
+from async_rlhf.rewards.functions import RewardError
 from async_rlhf.run import trainer as trainers
 from async_rlhf.run.build import build
 from async_rlhf.run.inputs import Inputs
@@ -234,3 +236,29 @@ def test_what_ends_completions_is_added_to_the_generation_config(tmp_path, make_
     OnlineTrainer(policy, args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
     found = json.loads((tmp_path / "run" / "final" / "generation_config.json").read_text())
     assert found["eos_token_id"] == [7, 9, 256]
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "gspo", "cispo"])
+def test_a_trainer_of_grpo_takes_the_configurations_that_derive_from_its_own(
+    make_policy, make_args, tokenizer, prompts, algorithm
+):
+    args = make_args(algorithm=algorithm)
+    trainer = GRPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer)
+    assert trainer.learner.algorithm is find(algorithm)
+    with pytest.raises(ConfigError, match="args: got 'RLOOConfig'; must be of type GRPOConfig"):
+        GRPOTrainer(make_policy(), make_args(algorithm="rloo"), prompts, reward_funcs=count_letters)
+
+
+def test_the_error_of_a_completion_without_a_reward_shows_it_as_functions_get_it(
+    make_policy, make_args, tokenizer, prompts
+):
+    def none(prompts, completions, **columns):
+        seen.extend(completions)
+        return [None] * len(prompts)
+
+    seen: list[str] = []
+    args = make_args(generation={"response_length": 4, "stop_token_ids": list(range(250))})
+    trainer = OnlineTrainer(make_policy(), args, prompts, reward_funcs=none, processing_class=tokenizer)
+    with pytest.raises(RewardError) as error:
+        trainer.train()
+    assert f"every reward function returned None for completion {seen[0]!r};" in str(error.value)
