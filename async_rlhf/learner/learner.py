@@ -98,7 +98,8 @@ class Learner:
         self.algorithm = algorithm
         self.config = config
         self.needs = algorithm.needs(config)
-        if self.needs.reference and config.generation.truncates:  # a KL is the whole policy's, not that of what sampled
+        self._truncated = config.generation.truncates
+        if self.needs.reference and self._truncated:  # a KL is the whole policy's, not that of what sampled
             self.needs = replace(self.needs, old_logprobs=True)
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
@@ -269,7 +270,7 @@ class Learner:
         """The rows to train on, from annotated ones, and metrics."""
         self._batch_coef = self.kl_coef
         config = self._adapted_config(self._batch_coef)
-        metrics = _objective_metrics(experience, config)
+        metrics = _objective_metrics(experience, config, self._truncated)
         if config.samples_per_prompt > 1:
             scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
             metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
@@ -553,13 +554,13 @@ def _read(sums: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
-def _objective_metrics(experience: Experience, config: OnlineConfig) -> dict[str, float]:
-    """Metrics over all samples, by log-probabilities of the weights that sampled them: unbiased for those weights. With
-    top_p or top_k a KL is that of the whole policy before the update, over what the truncated one has sampled.
+def _objective_metrics(experience: Experience, config: OnlineConfig, truncated: bool) -> dict[str, float]:
+    """Metrics over all samples, by log-probabilities of the weights that sampled them: unbiased for those weights. If a
+    truncated policy has sampled, a KL is that of the whole one before the update.
     """
     mask_BT = experience.sampled_BT
     behaviour_BT = experience.behaviour_logprobs_BT
-    policy_BT = experience.old_logprobs_BT if config.generation.truncates else behaviour_BT
+    policy_BT = experience.old_logprobs_BT if truncated else behaviour_BT
     metrics = {"objective/entropy": -(behaviour_BT * mask_BT).sum(dim=1).mean().item()}
     if experience.reference_logprobs_BT is None:
         return metrics

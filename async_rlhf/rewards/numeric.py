@@ -57,11 +57,11 @@ _BEFORE = re.compile(
 _NAMED = re.compile(r"(?<![0-9A-Za-z])(?![A-Z]{3}\Z)[A-Za-z]+\Z")
 _LISTED = re.compile(r"[(\[{][-+0-9./ ]+,[-+0-9.,/ ]*\Z")  # (5, 4)
 _WINDOW = 40
-# What may stand beside the number of a marked answer, here \0: units and other words, but none that count or compare.
+# What may stand by the number of a marked answer, here \0: units and other words, but none that count or compare.
 _COUNTS = r"plus|minus|times|half|halves|quarters?|thirds?|hundreds?|thousand|(?:[mb]|tr)illion|dozen|pi|sqrt|root"
 _COUNTS += r"|squared|cubed|infinity|mod|modulo|than|least|most|not"
 _LETTER = r"[^\W\d_]"
-_BESIDE = re.compile(
+_WORDS = re.compile(
     r"(?:\s|[.,;:?'\"\u201c\u201d\u2018\u2019`#$€£¥¢₹%°&()\[\]{}~]|\*\*|(?<!\0)!|\0"
     rf"|\\(?:{_PLAIN})(?![A-Za-z])|\\[,;:!%$()\[\]\s]"
     rf"|(?!(?:{_COUNTS})(?!{_LETTER}))(?:{_LETTER}{{2,}}|[^\W\d_A-Za-z])|[{_UNIT}aI](?!{_LETTER})"
@@ -144,9 +144,9 @@ def _only(text: str) -> Fraction | None:
     found = [match for match in _NUMBER.finditer(text) if match["number"] or match["malformed"]]
     if len(found) != 1 or _NAMED.search(_before(found[0], text)) or (value := _read(found[0], text)) is None:
         return None
-    beside = re.sub(r"(?<=[\w}])(?:\^\s*(?:\{[^{}]*\}|-?[0-9]+)|[²³])", "", text[found[0].end() :])  # of a unit
-    beside = re.sub(r"\A\s*\^\s*\{?\s*(?=\\|st|nd|rd|th)", " ", beside)  # 90^\circ, 5^{th}
-    return value if _BESIDE.fullmatch(f"{text[: found[0].start()]}\0{beside}") else None
+    rest = re.sub(r"(?<=[\w}])(?:\^\s*(?:\{[^{}]*\}|-?[0-9]+)|[²³])", "", text[found[0].end() :])  # of a unit
+    rest = re.sub(r"\A\s*\^\s*\{?\s*(?=\\|st|nd|rd|th)", " ", rest)  # 90^\circ, 5^{th}
+    return value if _WORDS.fullmatch(f"{text[: found[0].start()]}\0{rest}") else None
 
 
 def _last_boxed(text: str) -> str | None:

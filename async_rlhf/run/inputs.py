@@ -116,7 +116,7 @@ def load_models(
     device: torch.device,
 ) -> Models:
     tokenizer = chat.tokenizer
-    trust, ref_model = config.trust_remote_code, inputs.ref_model
+    trust = config.trust_remote_code
     apart = {key: frozen_device(key, config, device) for key in ("reference_device", "reward_model_device")}
 
     def place(key: str) -> torch.device:
@@ -143,22 +143,7 @@ def load_models(
         # Who scores elsewhere gets whole weights.
         reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, on_meta=on_meta and here)
     own, where = apart["reference_device"] is not None, place("reference_device")
-    ref_model = ref_model if ref_model is None or isinstance(ref_model, str) else unwrap(ref_model)
-    if ref_model is None and algorithm.needs(config).reference and are_trained(policy):
-        # Below its adapters it is another policy than the one that the run starts from.
-        logger.info("model: its adapters have been trained, so a copy of it as it starts is the reference policy")
-        ref_model = copy.deepcopy(policy)
-    alone = algorithm.needs(config).reference and not (ref_model is None and _adapts(config, policy))
-    named = config.reference_device
-    right = "must be null: this run has no reference policy that is a model of its own"
-    require(alone or named in (None, "learner"), "reference_device", named, right)
-    if own and named is not None and ref_model is None:
-        ref_model = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
-    if isinstance(ref_model, str):
-        meta = on_meta and not own
-        reference: PreTrainedModel | None = load_policy(ref_model, where, "ref_model", trust=trust, on_meta=meta)
-    else:
-        reference = None if ref_model is None else ref_model.to(where)
+    reference = _reference(config, inputs, policy, algorithm.needs(config).reference, own, on_meta, where)
     if reference is not None:
         check_embeddings(reference, tokenizer, "ref_model")
     value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, on_meta)
@@ -173,6 +158,33 @@ def load_models(
     if config.lora.publish == "adapter":
         only_adapter(policy)
     return Models(policy, params, reference, reward, value, own, apart["reward_model_device"] is not None)
+
+
+def _reference(
+    config: OnlineConfig,
+    inputs: Inputs,
+    policy: PreTrainedModel,
+    needed: bool,
+    apart: bool,
+    on_meta: bool,
+    where: torch.device,
+) -> PreTrainedModel | None:
+    """A reference policy that is a model of its own; None if there is none, or the learner copies the policy."""
+    given = inputs.ref_model
+    given = given if given is None or isinstance(given, str) else unwrap(given)
+    if given is None and needed and are_trained(policy):
+        # Below its adapters it is another policy than the one that the run starts from.
+        logger.info("model: its adapters have been trained, so a copy of it as it starts is the reference policy")
+        given = copy.deepcopy(policy)
+    alone, named = needed and not (given is None and _adapts(config, policy)), config.reference_device
+    right = "must be null: this run has no reference policy that is a model of its own"
+    require(alone or named in (None, "learner"), "reference_device", named, right)
+    if apart and named is not None and given is None:
+        given = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
+    if isinstance(given, str):
+        meta = on_meta and not apart
+        return load_policy(given, where, "ref_model", trust=config.trust_remote_code, on_meta=meta)
+    return None if given is None else given.to(where)
 
 
 def _adapts(config: OnlineConfig, policy: PreTrainedModel) -> bool:
