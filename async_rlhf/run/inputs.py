@@ -170,21 +170,21 @@ def _reference(
     where: torch.device,
 ) -> PreTrainedModel | None:
     """A reference policy that is a model of its own; None if there is none, or the learner copies the policy."""
-    given = inputs.ref_model
-    given = given if given is None or isinstance(given, str) else unwrap(given)
-    if given is None and needed and are_trained(policy):
+    model = inputs.ref_model
+    model = model if model is None or isinstance(model, str) else unwrap(model)
+    if model is None and needed and are_trained(policy):
         # Below its adapters it is another policy than the one that the run starts from.
         logger.info("model: its adapters have been trained, so a copy of it as it starts is the reference policy")
-        given = copy.deepcopy(policy)
-    alone, named = needed and not (given is None and _adapts(config, policy)), config.reference_device
+        model = copy.deepcopy(policy)
+    alone, named = needed and not (model is None and _adapts(config, policy)), config.reference_device
     right = "must be null: this run has no reference policy that is a model of its own"
     require(alone or named in (None, "learner"), "reference_device", named, right)
-    if apart and named is not None and given is None:
-        given = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
-    if isinstance(given, str):
+    if apart and named is not None and model is None:
+        model = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
+    if isinstance(model, str):
         meta = on_meta and not apart
-        return load_policy(given, where, "ref_model", trust=config.trust_remote_code, on_meta=meta)
-    return None if given is None else given.to(where)
+        return load_policy(model, where, "ref_model", trust=config.trust_remote_code, on_meta=meta)
+    return None if model is None else model.to(where)
 
 
 def _adapts(config: OnlineConfig, policy: PreTrainedModel) -> bool:
