@@ -20,7 +20,7 @@ from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.config.spelling import kept
 from async_rlhf.data import checksums
-from async_rlhf.system.files import whole_folder, write_file
+from async_rlhf.system.files import from_json, whole_folder, write_file
 from async_rlhf.system.lock import InUseError, hold
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,8 @@ class Stage:
         if not self.marker.is_file():
             return None
         try:
-            found = json.loads(self.marker.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            found = from_json(self.marker.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")

@@ -22,7 +22,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
 from async_rlhf.run.trackers import TRACKED, Rows, TensorBoard, Wandb, forgiving, in_unicode, tracker_callbacks
-from async_rlhf.system.files import naming, write_file
+from async_rlhf.system.files import from_json, naming, write_file
 from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -395,7 +395,7 @@ class Callbacks:
 def tracked_runs(folder: Path) -> dict[str, dict[str, Any]]:
     """The runs of trackers in which the run in this folder is logged: tracker -> how to find it."""
     try:
-        found = json.loads((folder / TRACKERS).read_text(encoding="utf-8"))
+        found = from_json((folder / TRACKERS).read_text(encoding="utf-8"))
         return {name: dict(identity) for name, identity in found.items() if name in TRACKED}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

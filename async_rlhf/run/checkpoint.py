@@ -46,7 +46,7 @@ from async_rlhf.models.sharded_loading import is_on_meta, take_weights
 from async_rlhf.models.values import load_value_head
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.run.record import CODE
-from async_rlhf.system.files import naming
+from async_rlhf.system.files import from_json, naming
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ResumeState:
             raise ConfigError(f"resume: {str(folder)!r} is a stage's checkpoint of an older format; {right}")
         folder = folder / "resume"
         try:
-            values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            values = from_json((folder / "state.json").read_text(encoding="utf-8"))
             written = values.pop("format", 1)
             if written in (FORMAT, _SHARDED_FORMAT):
                 state = cls(**values, sharded=written == _SHARDED_FORMAT)

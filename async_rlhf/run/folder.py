@@ -21,7 +21,7 @@ from pathlib import Path
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.manifest import CheckpointError, delete_whole, stranger_in, verify
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import from_json, whole_file
 from async_rlhf.system.lock import Hold, hold, refuse_in_use
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class RunFolder:
 
     def _written(self) -> Collection[str] | None:
         try:
-            return set(json.loads((self.path / _WRITTEN).read_text(encoding="utf-8")))
+            return set(from_json((self.path / _WRITTEN).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 

@@ -26,7 +26,7 @@ from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
 from async_rlhf.rewards.functions import name_loaded_by
 from async_rlhf.system.errors import is_own
-from async_rlhf.system.files import whole_file, write_file
+from async_rlhf.system.files import from_json, whole_file, write_file
 from async_rlhf.system.versions import environment
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _starts(path: Path) -> list[dict[str, Any]] | None:
     if not path.exists():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = from_json(path.read_text(encoding="utf-8"))
         return found if isinstance(found, list) and all("async_rlhf" in one for one in found) else None
     except (OSError, ValueError, TypeError):
         return None

@@ -23,6 +23,14 @@ def cache_folder() -> Path:
     return Path(folder) if folder else Path.home() / ".cache" / "async_rlhf"
 
 
+def from_json(text: str | bytes, **how: Any) -> Any:
+    """The value of a JSON text from elsewhere. Raises ValueError, also for one that is nested too deeply for Python."""
+    try:
+        return json.loads(text, **how)
+    except RecursionError:
+        raise ValueError("lists or objects are too deep within each other") from None
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Within, add the file's name to errors of the disk: writing to an open file raises them without a name."""

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_rlhf.config.base import ConfigError
+from async_rlhf.system.files import from_json
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ def _is_ending(path: Path) -> bool:
 def _holder(path: Path) -> dict[str, object]:
     """Who has written itself into a lock file; nothing if it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = from_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -372,10 +372,10 @@ def test_an_agent_whose_first_question_is_too_long_has_its_reward(tmp_path, chat
         assert all(sample.sampled.any() for sample in samples)
 
 
-def asked(client, **body):
+def asked(client, raw=None, **body):
     """The status of a request's answer, and what is wrong with it."""
     head = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{client.base_url}/chat/completions", json.dumps(body).encode(), head)
+    request = urllib.request.Request(f"{client.base_url}/chat/completions", (raw or json.dumps(body)).encode(), head)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)["choices"][0]["finish_reason"]
@@ -448,6 +448,31 @@ def test_what_a_request_says_is_what_happens_or_refused_with_what_would_be_right
     for right, (status, said) in found.items():
         assert status == 400, right
         assert right in said
+
+
+DEEP = [900, 940, 980, 5000, 1_000_000]
+"""Of lists within each other: such as Python reads and cannot write, and such as it cannot read."""
+
+
+def test_a_request_that_is_nested_too_deeply_is_refused(tmp_path, chats):
+    found = []
+    inner = ['"role": "user", "content": {}', '"role": "assistant", "tool_calls": [{{"function": "f", "arguments": {}}}]']
+
+    def agent(client, row):
+        for deep in DEEP:
+            lists = "[" * deep + "]" * deep
+            for text in ["[" + lists + "]", *(f"[{{{one.format(lists)}}}]" for one in inner)]:
+                found.append(asked(client, f'{{"messages": {text}}}'))
+            found.append(asked(client, f'{{"messages": {json.dumps(SAID)}, "metadata": {lists}, "tools": {lists}}}'))
+            call = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": lists}}]}]
+            found.append(asked(client, messages=call))
+        return asked(client, messages=SAID)[0]
+
+    _, (samples,) = sampled(tmp_path, chats, agent, count=1)
+    assert {sample.rewards.sum() for sample in samples} == {200}
+    assert len(found) == 2 * 5 * len(DEEP)
+    assert {status for status, _ in found} == {400}
+    assert (400, "ValueError: lists or objects are too deep within each other") in found
 
 
 def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):

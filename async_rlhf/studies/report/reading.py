@@ -6,7 +6,6 @@ left out, and :attr:`ReadRun.problems` says so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from async_rlhf.run.callbacks import TRAINER_STATE
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, refuse_second
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, without_text_arguments
 from async_rlhf.studies.report.charts import Series
+from async_rlhf.system.files import from_json
 from async_rlhf.system.lock import InUseError
 
 State = Literal["running", "finished", "interrupted"]
@@ -170,7 +170,7 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
 def read_evaluation(folder: Path) -> Evaluation | None:
     """An evaluation's folder; None if there is none, or it is not whole."""
     try:
-        found = _from_json((folder / EVALUATION).read_text(encoding="utf-8"))
+        found = from_json((folder / EVALUATION).read_text(encoding="utf-8"))
         config, results = found.get("config", {}), found["results"]
         if not results["models"]:
             return None
@@ -199,14 +199,6 @@ def of_runs(evaluation: Evaluation, runs: Sequence[ReadRun]) -> dict[str, str]:
     return found
 
 
-def _from_json(text: str, **how: Any) -> Any:
-    """The value of a JSON text. Raises ValueError, also for one that is nested more deeply than Python can read."""
-    try:
-        return json.loads(text, **how)
-    except RecursionError as error:
-        raise ValueError("lists or objects are too deep within each other") from error
-
-
 def json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
     """The objects of a file that may still be written; ``problems`` gets what is left out of them."""
     if not path.is_file():
@@ -217,7 +209,7 @@ def json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         # A line without an end is still being written, or its writer was killed.
         for line in takewhile(lambda line: line.endswith("\n"), file):
             try:
-                row = _from_json(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
+                row = from_json(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
             except ValueError:
                 row = None
             if isinstance(row, dict):
@@ -245,7 +237,7 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
 def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     path = folder / ENVIRONMENT
     with _noting(path, "versions and starts are not known", problems):
-        return [one for one in _from_json(path.read_text(encoding="utf-8")) if isinstance(one, dict)]
+        return [one for one in from_json(path.read_text(encoding="utf-8")) if isinstance(one, dict)]
     return []
 
 
@@ -265,7 +257,7 @@ def _state(run: ReadRun, ended: bool) -> State:
     except InUseError:
         return "running"
     try:
-        saved = _from_json((run.folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
+        saved = from_json((run.folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
         whole = saved["global_step"] >= run.batches
     except (OSError, ValueError, KeyError, TypeError):
         whole = (run.folder / FINAL).is_dir()
@@ -286,7 +278,7 @@ def _spans(path: Path) -> Iterator[Span]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                event = _from_json(line.rstrip().rstrip(","))
+                event = from_json(line.rstrip().rstrip(","))
                 kind, details = event["ph"], event.get("args", {})
                 if kind == "M":
                     tracks[event["tid"]] = str(details["name"])
