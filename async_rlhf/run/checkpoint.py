@@ -215,10 +215,8 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
+    with naming(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # a full disk comes as this, not as an OSError
-        raise OSError(f"{str(path)!r} could not be written: {error}") from error
 
 
 def _rollout_rows(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:

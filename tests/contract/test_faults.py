@@ -431,7 +431,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_policy, tokenizer, pr
                 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
 
     try:
-        with pytest.raises(OSError, match=r"(could not be written|File too large).*checkpoint-4"):
+        with pytest.raises(OSError, match=r"File too large.*checkpoint-4"):
             trainer_for(make_policy, tokenizer, prompts, args, callbacks=[Fill()]).train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -456,7 +456,7 @@ DEEP = [900, 940, 980, 5000, 1_000_000]
 
 def test_a_request_that_is_nested_too_deeply_is_refused(tmp_path, chats):
     found = []
-    inner = ['"role": "user", "content": {}', '"role": "assistant", "tool_calls": [{{"function": "f", "arguments": {}}}]']
+    inner = ['"role": "user", "content": {}', '"role": "assistant", "tool_calls": [{{"function": {}}}]']
 
     def agent(client, row):
         for deep in DEEP:
