@@ -147,14 +147,15 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
 
 def first_time(folder: Path) -> str | None:
     """The time that chat templates saw in a run; None if its folder does not say."""
-    starts = _starts(folder / ENVIRONMENT) or [{}]
-    return starts[0].get("chat_time")
+    starts = starts_of(folder / ENVIRONMENT) or [{}]
+    found = starts[0].get("chat_time")
+    return found if isinstance(found, str) else None
 
 
 def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, chat_time: datetime) -> None:
     """Add this start to environment.json. A run that begins afresh begins a new list."""
     path = folder / ENVIRONMENT
-    earlier = _starts(path)
+    earlier = starts_of(path)
     if earlier is None:
         logger.warning("WARNING: %s was not written by a run, and is left as it is", path)
         return
@@ -168,14 +169,18 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, ch
     write_file(path, json.dumps([*(earlier if goes_on else []), now], indent=1) + "\n")
 
 
-def _starts(path: Path) -> list[dict[str, Any]] | None:
+def _is_start(found: Any) -> bool:
+    return isinstance(found, dict) and "async_rlhf" in found
+
+
+def starts_of(path: Path) -> list[dict[str, Any]] | None:
     """The starts noted so far; None if it is another file."""
     if not path.exists():
         return []
     try:
         found = from_json(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, list) and all("async_rlhf" in one for one in found) else None
-    except (OSError, ValueError, TypeError):
+        return found if isinstance(found, list) and all(map(_is_start, found)) else None
+    except (OSError, ValueError):
         return None
 
 
