@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import takewhile
@@ -233,10 +233,15 @@ CODE = "code of "
 
 def code_digests(functions: Iterable[Any]) -> dict[str, str]:
     """Checksums of the user's own files that functions, classes and objects are made of, and of the files beside these
-    that they import: :data:`CODE` and the file's name -> checksum. Of what the program itself defines, its own text.
+    that they import: :data:`CODE` and the file's name -> checksum. Of what the program itself defines, its own text. Of
+    a record, such as an algorithm's, what it holds counts.
     """
     texts: dict[str, list[bytes]] = {}
-    for function in functions:
+    left = list(functions)
+    while left:
+        function = left.pop()
+        if is_dataclass(function) and not isinstance(function, type):
+            left += [held for each in fields(function) if callable(held := getattr(function, each.name))]
         made = inspect.unwrap(function.func if isinstance(function, partial) else function)
         made = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
         with suppress(OSError, TypeError):  # it has no source, as what is typed at a prompt
