@@ -117,6 +117,8 @@ class Endpoint:
             return _refused(400, error.code, str(error))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return _refused(400, "invalid_request", f"{type(error).__name__}: {error}")
+        except Exception as error:  # of any kind: it ends the run, which tells of it; aiohttp would print its traceback
+            return _refused(500, "server_error", f"the policy could not answer: {type(error).__name__}: {error}")
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": client.model}
         if asked.get("stream"):
