@@ -179,11 +179,14 @@ class Loop:
             self.save()
         if stop:
             self._finish_save(wait=True)
-            saved = f"{Checkpoints(run.folder.path).path(state.global_step).name} is saved; resume goes on from there"
+            path = Checkpoints(run.folder.path).path(state.global_step)
+            saved = f"{path.name} is saved; resume goes on from there (--resume, or resume=True in Python): {path}"
             if signal.SIGINT in asked:
                 raise KeyboardInterrupt(saved)
-            logger.info("%s", saved)
-            raise SystemExit(0)
+            logger.warning("%s", saved)  # a program in Python that sets up no logging shows warnings alone
+            raise SystemExit(
+                0
+            )  # the end that was asked for, with all that was learnt: no scheduler should call it failed
         return run.ranks.broadcast("stop?", lambda: control.should_training_stop)
 
 
