@@ -184,9 +184,7 @@ class Loop:
             if signal.SIGINT in asked:
                 raise KeyboardInterrupt(saved)
             logger.warning("%s", saved)  # a program in Python that sets up no logging shows warnings alone
-            raise SystemExit(
-                0
-            )  # the end that was asked for, with all that was learnt: no scheduler should call it failed
+            raise SystemExit(0)
         return run.ranks.broadcast("stop?", lambda: control.should_training_stop)
 
 
