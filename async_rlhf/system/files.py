@@ -41,8 +41,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any kind: what is written in Rust has its own
-        told = None if isinstance(error, OSError) else _OF_RUST.search(str(error))
-        number = getattr(error, "errno", None) if told is None else int(told[1])
+        found = None if isinstance(error, OSError) else _OF_RUST.search(str(error))
+        number = getattr(error, "errno", None) if found is None else int(found[1])
         if getattr(error, "filename", None) is None and number in _OF_DISKS:
             raise OSError(number, os.strerror(number), str(path)) from error
         raise

@@ -294,13 +294,13 @@ def json_lines(path: Path, problems: list[str], shape: Shape = _METRICS) -> Iter
         problems.append(f"{path.name}: {broken} lines are not JSON objects and are left out")
     if not_finite:
         problems.append(f"{path.name}: {len(not_finite)} values are NaN or infinite and are left out")
-    problems += _told(path, lost)
+    problems += _of_wrong_types(path, lost)
 
 
-def _told(path: Path, lost: Sequence[str]) -> list[str]:
+def _of_wrong_types(path: Path, lost: Sequence[str]) -> list[str]:
     names = ", ".join(sorted({*lost})[:_NAMED])
-    told = f"{path.name}: {len(lost)} values are of another type than a run writes and are left out ({names})"
-    return [told] if lost else []
+    message = f"{path.name}: {len(lost)} values are of another type than a run writes and are left out ({names})"
+    return [message] if lost else []
 
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     with _noting(path, "versions and starts are not known", problems):
         lost: list[str] = []
         found = [fitted(one, _START, lost, "start") for one in from_json(path.read_text(encoding="utf-8"))]
-        problems += _told(path, lost)
+        problems += _of_wrong_types(path, lost)
         return [one for one in found if one is not None]
     return []
 
