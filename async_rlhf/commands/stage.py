@@ -16,11 +16,13 @@ from typing import Any
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import decides_result, dotted, with_new_keys, without_gpu
+from async_rlhf.config.import_by_name import neighbours
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
 from async_rlhf.config.spelling import kept
 from async_rlhf.data import checksums
-from async_rlhf.system.files import whole_folder, write_file
+from async_rlhf.system.errors import is_own
+from async_rlhf.system.files import from_json, whole_folder, write_file
 from async_rlhf.system.lock import InUseError, hold
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class Stage:
         folder: where the marker is, beside the outputs.
         name: of the marker, and of the stage in messages.
         config: a frozen dataclass with a field ``overwrite``.
-        inputs: configuration key -> its file, folder or hub name (or several). They are compared by content.
+        inputs: configuration key -> its file, folder or hub name (or several). They are compared by content, as is code
+            of the user's that any other key names.
         owns_folder: the stage's output is the whole folder. Then a folder with other things in it is never replaced.
         outputs: else the files it writes. They are never replaced without a marker or ``overwrite``.
         overwrite_option: the option that errors tell the user to pass.
@@ -77,8 +80,9 @@ class Stage:
         # What a GPU would decide is left open in the trials of a sweep, and not known to older versions.
         values = without_gpu(values, self.config)
         config = {key: value for key, value in values.items() if decides_result(self.config, key)}
+        inputs = _fingerprints({**_own_code(config), **self.inputs})
         # Through JSON and back, so that it can be compared with a marker.
-        return json.loads(json.dumps(without_secrets({"config": config, "inputs": _fingerprints(self.inputs)})))
+        return json.loads(json.dumps(without_secrets({"config": config, "inputs": inputs})))
 
     def done(self) -> dict[str, Any] | None:
         """The results, if the stage was done with this configuration and these inputs; None if it is not done.
@@ -189,8 +193,8 @@ class Stage:
         if not self.marker.is_file():
             return None
         try:
-            found = json.loads(self.marker.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            found = from_json(self.marker.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
         if not isinstance(found, dict) or found.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
@@ -202,11 +206,11 @@ class Stage:
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
     """One line for each key whose value or content has changed."""
     old, new = found["inputs"], wanted["inputs"]
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
+    for key in sorted(old):  # an older version has noted fewer
+        if old[key] != new.get(key):
             was, now = found["config"].get(key), wanted["config"].get(key)
             yield f"{key}: was {was!r} ({old.get(key)}), is {now!r} ({new.get(key)})"
-    inputs = tuple(old.keys() | new.keys())
+    inputs = tuple(old)
     old, new = found["config"], wanted["config"]
     for key in sorted(old.keys() | new.keys()):
         compared = any(key == name or key.startswith(f"{name}.") for name in inputs)
@@ -269,11 +273,31 @@ def _function_fingerprint(name: str) -> str:
         wanted = FunctionName.parse(name, "")
     except ConfigError:
         return name  # not a function's name but, for example, a hub data set's
-    file = Path(wanted.place) if wanted.place.endswith(".py") else _module_file(wanted.place)
+    file = _file_of(wanted)
     if file is None or not file.is_file():
         return name
-    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
+    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file, *neighbours(file)]
     return f"{name.strip()[len(wanted.place) + 1 :]} in {checksums.checksum_of(files, file.parent)}"
+
+
+def _own_code(config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The keys that name code of the user's own: an algorithm, an engine, callbacks, whatever it is."""
+    named = {key: value if isinstance(value, list) else [value] for key, value in config.items()}
+    return {key: values for key, values in named.items() if any(map(_names_own_code, values))}
+
+
+def _names_own_code(name: Any) -> bool:
+    if not isinstance(name, str) or ":" not in name:
+        return False
+    try:
+        file = _file_of(FunctionName.parse(name, ""))
+    except ConfigError:
+        return False
+    return file is not None and file.is_file() and is_own(str(file.resolve()))
+
+
+def _file_of(wanted: FunctionName) -> Path | None:
+    return Path(wanted.place).expanduser() if wanted.place.endswith(".py") else _module_file(wanted.place)
 
 
 def _module_file(module: str) -> Path | None:

@@ -92,11 +92,13 @@ def _found_as(name: str) -> Path | None:
 
 
 def neighbours(path: Path) -> list[Path]:
-    """The files in the folder of a file of the user's that it imports, and those that these import."""
+    """The files in the folder of a file of the user's that it imports, and those that these import, by their text: it
+    does not depend on what is loaded.
+    """
     found, left = list[Path](), [path]
     while left:
         for near in _imported_from(left.pop()):
-            if near not in (path, *found) and _found_as(near.stem) == near:
+            if near not in (path, *found):
                 found.append(near)
                 left.append(near)
     return sorted(found)
@@ -104,12 +106,16 @@ def neighbours(path: Path) -> list[Path]:
 
 def _imported_from(path: Path) -> list[Path]:
     names = set[str]()
-    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+    try:
+        tree: ast.AST = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError):  # who imports it is told
+        return []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module.partition(".")[0])
-    return [near.resolve() for name in names if (near := path.parent / f"{name}.py").is_file()]
+    return [near for name in names if (near := path.parent / f"{name}.py").is_file()]
 
 
 def _show_neighbours(path: Path) -> None:
@@ -122,7 +128,7 @@ def _show_neighbours(path: Path) -> None:
             min([sys.path.index(other) for other in others if other in sys.path] or [len(sys.path)]), folder
         )
     importlib.invalidate_caches()
-    for near in _imported_from(path):
+    for near in map(Path.resolve, _imported_from(path)):
         found = _found_as(near.stem)
         if found is not None and found != near and str(found.parent) in others:
             del sys.modules[near.stem]  # what has imported it keeps it

@@ -17,6 +17,7 @@ import numpy as np
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data.views import Row, RowView
+from async_rlhf.system.files import from_json
 from async_rlhf.system.progress import progress_bar
 
 LARGE = 1_000_000
@@ -77,7 +78,10 @@ class JsonLines(RowView):
             raise ConfigError(f"{self._key}: {str(self._path)!r} was changed while it was in use; must stay as it is")
         start, end = self._starts[number : number + 2].tolist()
         line, _, _ = os.pread(self._file.fileno(), end - start, start).partition(b"\n")  # blank lines may follow
-        return json.loads(line.decode())
+        try:
+            return from_json(line.decode())
+        except ValueError as error:  # too deep for where it is read now
+            raise ConfigError(f"{self._key}: row {number + 1} of {str(self._path)!r}: {error}") from error
 
     def _state_now(self) -> tuple[int, ...]:
         """What changes with a file's content, and not with its name as the time of its last change of state does."""

@@ -18,6 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.errors import shown
 from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, lacks, load_rows
 from async_rlhf.data.tokenizer import TEXT, Rendered, Sampled, spelt, split_text, strip_end
 from async_rlhf.data.views import Row, Selected
@@ -117,11 +118,11 @@ class RowReader:
         """
         if is_chat(value):
             return self._prompt(as_messages(_asked(value, place, column), place), place, row or {})
-        return _as_written(_text(value, place), row or {})
+        return _as_written(_text(value, place), row or {}, place)
 
     def messages(self, value: Any, place: str, row: Mapping[str, Any], column: str = "") -> list[Message] | None:
         """The messages that :meth:`prompt` spells; None of a text that no command has written of a chat."""
-        chat = _asked(value, place, column) if is_chat(value) else row.get(MESSAGES)
+        chat = _asked(value, place, column) if is_chat(value) else kept_chat(row, place)
         return as_messages(chat, place) if chat else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
@@ -241,7 +242,7 @@ class RowReader:
         if is_chat(response):
             raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
         text = _text(prompt, f"{place.partition(': `')[0]}: `prompt`")
-        return _as_written(text, row), _text(response, place)
+        return _as_written(text, row, place), _text(response, place)
 
     def _prompted(self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]) -> tuple[str, str]:
         """The texts of a prompt and its one answer."""
@@ -357,8 +358,8 @@ def identity(row: Mapping[str, Any], place: str) -> str:
     Raises:
         ConfigError: the row is none of these.
     """
-    if row.get(MESSAGES) is not None:
-        return prompt_identity(row[MESSAGES], place)
+    if chat := kept_chat(row, place):
+        return prompt_identity(chat, place)
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return prompt_identity(row["chosen"] if row.get("prompt") in (None, "") else row["prompt"], place)
     prompt, response, _ = demonstration_parts(row, place)
@@ -381,7 +382,7 @@ def prompt_identity(value: Any, place: str) -> str:
 
 def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | None:
     """The messages of the prompt of a pair, of which ``side`` is `chosen` or `rejected`; None of texts."""
-    written = next((row.get(name) for name in (MESSAGES, "prompt") if is_chat(row.get(name))), None)
+    written = kept_chat(row, place) or (row["prompt"] if is_chat(row.get("prompt")) else None)
     chat = written or (_without_answer(row[side], place) if is_chat(row[side]) else None)
     return as_messages(chat, place) if chat else None
 
@@ -389,6 +390,18 @@ def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | N
 def prompt_of(row: Mapping[str, Any], field: str) -> Any:
     """The prompt of a row: its column of that name, or `prompt` where there is no `query`."""
     return row.get(other_column(row, field) or field)
+
+
+def kept_chat(row: Mapping[str, Any], place: str) -> Any:
+    """The chat whose text is a row's prompt; None if no command has written one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    chat = row.get(MESSAGES)
+    if chat is None or is_chat(chat) or (isinstance(chat, list) and not chat):
+        return chat
+    raise ConfigError(f"{place}: `{MESSAGES}` is {shown(chat)}; must be a list of messages with role and content")
 
 
 def other_column(row: Mapping[str, Any], field: str) -> str | None:
@@ -469,9 +482,9 @@ def _text(value: Any, place: str) -> str:
     return value
 
 
-def _as_written(text: str, row: Mapping[str, Any]) -> str:
+def _as_written(text: str, row: Mapping[str, Any], place: str) -> str:
     """The prompt of a row, which a command may have written of a chat."""
-    return Rendered(text) if row.get(MESSAGES) else text
+    return Rendered(text) if kept_chat(row, place) else text
 
 
 def _chat(value: Any, place: str) -> Sequence[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from async_rlhf.config import ConfigError
-from async_rlhf.data.formats import MESSAGES, identity, prompt_identity, prompt_of
+from async_rlhf.data.formats import identity, kept_chat, prompt_identity, prompt_of
 from async_rlhf.data.loading import Rows
 
 
@@ -35,7 +35,7 @@ def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = N
             if prompt_field is None:
                 yield identity(row, place)
             else:
-                yield prompt_identity(row.get(MESSAGES) or prompt_of(row, prompt_field), place)
+                yield prompt_identity(kept_chat(row, place) or prompt_of(row, prompt_field), place)
 
     held = _lowest(np.fromiter(map(_hash, identities()), np.uint64), fraction, key)
     return _take(rows, np.flatnonzero(~held)), _take(rows, np.flatnonzero(held))

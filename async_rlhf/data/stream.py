@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import compress, count
 from typing import Any
@@ -28,7 +31,44 @@ from async_rlhf.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = json.JSONEncoder(sort_keys=True, default=str)
+
+def _stable(value: Any) -> Any:
+    """What stands for a value in a checksum: not its place in memory, nor the order of a set.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    if isinstance(value, Set):
+        return sorted(map(_COLUMNS.encode, value))
+    if isinstance(value, (Mapping, deque)):
+        return dict(value) if isinstance(value, Mapping) else list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: getattr(value, one.name) for one in fields(value)}
+    if not isinstance(value, np.generic) and {"__array__", "__array_interface__"} & {*dir(type(value))}:
+        array = np.asarray(value)  # of numpy, torch, pandas or PIL
+        held = array.tolist() if array.dtype.hasobject else xxhash.xxh3_128_hexdigest(array.tobytes())
+        return [str(array.dtype), array.shape, held]
+    if re.search(r" at 0x[0-9a-f]+", text := str(value)):
+        raise ValueError(f"a {type(value).__name__} has another text in each run")
+    return text
+
+
+_COLUMNS = json.JSONEncoder(sort_keys=True, default=_stable)
+
+
+def _text_of(columns: Mapping[str, Any], place: str) -> str:
+    """The text of a row's columns that is the same in every run.
+
+    Raises:
+        ConfigError: a value has none.
+    """
+    try:
+        return _COLUMNS.encode(dict(columns))
+    except (TypeError, ValueError, RecursionError) as error:
+        for name, value in columns.items() if len(columns) > 1 else ():
+            _text_of({name: value}, place)
+        right = "must be text, numbers, arrays, or lists and mappings of these"
+        raise ConfigError(f"{place}: {', '.join(map(repr, columns))} cannot be told again: {error}; {right}") from error
 
 
 class PromptStream:
@@ -97,11 +137,15 @@ class PromptStream:
         return len(self._kept)
 
     def fingerprint(self) -> str:
-        """A checksum of the prompts' tokens and of all columns, in row order."""
+        """A checksum of the prompts' tokens and of all columns, in row order.
+
+        Raises:
+            ConfigError: a value has no text that is the same in every run.
+        """
         digest, is_kept = xxhash.xxh3_128(), np.zeros(len(self.rows), dtype=bool)
         is_kept[self._kept] = True
         for number, row, tokens in compress(zip(count(), self.rows, self._tokens), is_kept):  # in order: that is fast
-            text = f"{number} {tokens} {_COLUMNS.encode(dict(row))}"
+            text = f"{number} {tokens} {_text_of(row, f'{self._reader.key}: row {number + 1}')}"
             digest.update(text.encode(errors="backslashreplace"))
         return digest.hexdigest()
 

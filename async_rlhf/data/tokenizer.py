@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -180,7 +180,16 @@ def encode_parts(
         label: the rows' name on the progress bar.
         keep: keep tokens for a later start, if they are many.
     """
-    chunks = _split(read(row, number) for number, row in enumerate(rows, 1))
+
+    def read_one(number: int, row: T) -> Part:
+        try:
+            return read(row, number)
+        except ConfigError:
+            raise
+        except (ValueError, RecursionError) as error:  # too many digits, or too deep
+            raise ConfigError(f"{label}: row {number} has a value that cannot be written: {error}") from error
+
+    chunks = _split(starmap(read_one, enumerate(rows, 1)))
     first = next(chunks)
     is_small = len(first) == len(rows)
     make = partial(_batch, tokenizer)

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.system.files import from_json
 from async_rlhf.system.guarded_port import GuardedPort, connect
 from async_rlhf.system.signals import RankError
 
@@ -187,5 +188,5 @@ def _notice_lost_hosts(connection: socket.socket) -> None:
 def _read_end(connection: socket.socket) -> str | None:
     """How the other side has ended; None if it is gone or sends something else."""
     with suppress(OSError, ValueError, TypeError, KeyError), connection.makefile("rb") as messages:
-        return str(json.loads(messages.readline(_LONGEST))["end"])
+        return str(from_json(messages.readline(_LONGEST))["end"])
     return None

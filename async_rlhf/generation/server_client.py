@@ -25,6 +25,7 @@ from async_rlhf.config.secrets import API_KEY_VARIABLE, apart, masked
 from async_rlhf.generation.audit import LENGTH
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.vllm_requests import OtherWeightsError, request_fields, to_sample
+from async_rlhf.system.files import from_json
 from async_rlhf.types import Prompt, RouteShape, Sample
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
@@ -158,7 +159,7 @@ class ServerClient:
     async def _post(self, path: str, **options: Any) -> Any:
         return await self._request("POST", path, **options)
 
-    async def _request(self, method: str, path: str, parse: Callable[[bytes], Any] = json.loads, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, parse: Callable[[bytes], Any] = from_json, **options: Any) -> Any:
         try:
             answer = await self._http.request(method, path, **options)
             if answer.is_success:
@@ -284,7 +285,7 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
             return found
     except (pa.ArrowException, ValueError, AttributeError, TypeError):
         pass  # whoever reads it as it is finds what is wrong
-    return json.loads(body)["choices"]
+    return from_json(body)["choices"]
 
 
 def _routes(choice: dict[str, Any], shape: RouteShape, tokens: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from async_rlhf.config import AdapterConfig, ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.models.quantised import numbers, reader, unquantised
+from async_rlhf.system.files import naming
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -199,7 +200,8 @@ def write_base(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None
         for name, parameter in model.named_parameters()
         if not is_adapter(name)
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with naming(folder):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = unquantised(model)
     config.architectures = [type(model).__name__]  # the configuration of a model made from one lacks the model's class
     config.save_pretrained(folder)
@@ -231,7 +233,8 @@ def write_adapter(config: Any, parameters: Mapping[str, Tensor], folder: Path) -
         "base_model.model." + re.sub(r"(\.lora_[AB])\.[^.]+\.", r"\1.", name): tensor.cpu().contiguous()
         for name, tensor in parameters.items()
     }
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    with naming(folder):
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
 
 

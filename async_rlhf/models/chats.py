@@ -24,6 +24,7 @@ from jinja2 import TemplateError
 from async_rlhf.config import ConfigError
 from async_rlhf.config.common import ChatConfig
 from async_rlhf.models.thoughts import OPENED, THOUGHTS
+from async_rlhf.system.files import from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -113,7 +114,11 @@ def _as_message(message: Any, place: str) -> Message:
     plain = {name: value for name, value in rest.items() if name not in _THOUGHT_NAMES} | {"content": content}
     plain |= {"reasoning_content": thought} if thought else {}
     plain |= {"tool_calls": calls} if calls else {}
-    require_unicode(json.dumps(plain, ensure_ascii=False, default=str), f"{place} ({message['role']})")
+    try:
+        text = json.dumps(plain, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError) as error:  # too many digits, too deep, or a list within itself
+        raise ConfigError(f"{place} ({message['role']}) has a value that cannot be written: {error}") from error
+    require_unicode(text, f"{place} ({message['role']})")
     return plain
 
 
@@ -154,7 +159,7 @@ def _as_call(call: Any, place: str) -> dict[str, Any]:
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, 0)
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = from_json(arguments or "{}")
         except ValueError as error:
             raise ConfigError(f"{place}: arguments of the call {name!r} are no JSON: {error}") from error
     arguments = {} if arguments is None else arguments
@@ -221,7 +226,7 @@ def _loaded(value: Any, place: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return from_json(value)
     except ValueError as error:
         raise ConfigError(f"{place} is {value!r:.80}; must be JSON: {error}") from error
 

@@ -34,13 +34,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.weights import HASHING, Weight, digests, fold, fold_digests, weights_of
+from async_rlhf.system.files import naming
 
 logger = logging.getLogger(__name__)
 
@@ -539,12 +539,10 @@ class SnapshotFolder(DraftSnapshots):
         return self.folder / f"version-{version}.safetensors"
 
     def make_available(self, version: int) -> None:
-        try:
+        with naming(self.file(version)):
             temporary = self.file(version).with_suffix(".tmp")
             save_file(self.draft, temporary, metadata={"format": "pt"})
             temporary.replace(self.file(version))
-        except SafetensorError as error:  # a full disk comes as this, not as an OSError
-            raise OSError(f"{str(self.file(version))!r} could not be written: {error}") from error
         self.published[version] = digests(self.draft, self._hashing)
         self.file(version - self.slots).unlink(missing_ok=True)
         self._newest = version

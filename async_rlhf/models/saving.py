@@ -13,7 +13,7 @@ from itertools import chain, groupby
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from async_rlhf.models.loading import quietly, that_stops
 from async_rlhf.models.quantised import is_quantised, unquantised
 from async_rlhf.models.values import VALUE_HEAD
 from async_rlhf.models.weights import collected_weights, iterate_weights, layer_of, saved_buffers
+from async_rlhf.system.files import naming
 
 Write = Callable[[Path], None]
 Named = Iterable[tuple[str, Tensor]]
@@ -88,25 +89,23 @@ def write_copy(
             has.
         adapters: a language model's adapters, if it has any.
     """
-    if adapters is not None:
-        save_adapters(model, adapters, folder / "adapter")
     generation = model.generation_config if model.can_generate() else None
     try:
-        if generation is not None:  # of what base models come with, transformers refuses to write some
-            model.generation_config = GenerationConfig()
-        with quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
+        with naming(folder), quietly(sum(p.numel() * p.element_size() for p in model.parameters())):
+            if adapters is not None:
+                save_adapters(model, adapters, folder / "adapter")
+            if generation is not None:  # of what base models come with, transformers refuses to write some
+                model.generation_config = GenerationConfig()
             if tensors is None:
                 model.save_pretrained(folder)
             else:
                 _write_in_files(model, folder, tensors)
-        if generation is not None:
-            (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
-    except SafetensorError as error:  # a full disk comes as this, not as an OSError
-        raise OSError(f"the model could not be written to {str(folder)!r}: {error}") from error
+            if generation is not None:
+                (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
+            tokenizer.save_pretrained(folder)
     finally:
         if generation is not None:
             model.generation_config = generation
-    tokenizer.save_pretrained(folder)
 
 
 def _write_in_files(model: PreTrainedModel, folder: Path, tensors: Named) -> None:
@@ -162,7 +161,8 @@ def write_value_head(head: nn.Linear, folder: Path, parallel: Parallel = ALONE) 
     whole = collected_weights(head, parallel=parallel)
     if parallel.ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(whole, folder / VALUE_HEAD)
+        with naming(folder / VALUE_HEAD):
+            save_file(whole, folder / VALUE_HEAD)
 
 
 class ModelCopies:
@@ -215,7 +215,8 @@ class ModelCopies:
         tensors = chain(parameters, whole.items())
         if self._plain is None:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(dict(tensors), folder / VALUE_HEAD)
+            with naming(folder / VALUE_HEAD):
+                save_file(dict(tensors), folder / VALUE_HEAD)
             return
         assert self._tokenizer is not None
         write_copy(self._plain, self._tokenizer, folder, tensors, adapters)

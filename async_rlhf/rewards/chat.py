@@ -20,7 +20,7 @@ import xxhash
 from async_rlhf.config import JudgeConfig
 from async_rlhf.config.rewards import EndpointConfig
 from async_rlhf.config.secrets import apart, masked
-from async_rlhf.system.files import whole_lines
+from async_rlhf.system.files import from_json, whole_lines
 from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def _wait(stop: threading.Event, seconds: float) -> bool:
 
 def _content(answer: httpx.Response, url: str) -> dict[str, Any]:
     try:
-        found = answer.json()
+        found = from_json(answer.content)
         reply = str(found["choices"][0]["message"]["content"] or "")
     except (ValueError, LookupError, TypeError) as error:
         raise JudgeError(f"judge.url: {url} replied {answer.text[:200]!r}; must be a chat completion") from error

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.algorithms.table import of_config
-from async_rlhf.config import OnlineConfig
+from async_rlhf.config import OnlineConfig, engines
 from async_rlhf.config.base import require
 from async_rlhf.config.rewards import check_rewards
 from async_rlhf.data.stream import PromptStream, SharedPrompts
@@ -277,7 +277,10 @@ def _fingerprints(
     found = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if params.episodes is not None:
         found["environment"] = params.episodes.environment.name
-    found |= code_digests([*inputs.reward_funcs, *(Sent.of(one).value for one in inputs.world.all)])
+    engine = learner.config.generation.engine
+    own = [learner.algorithm, *inputs.callbacks, *inputs.reward_funcs, *filter(None, inputs.optimizers)]
+    own += [] if engine in engines.ENGINES else [engines.load(engines.find(engine).make)]
+    found |= code_digests([*own, *(Sent.of(one).value for one in inputs.world.all)])
     if inputs.optimizers[0] is not None:
         found["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:

@@ -22,7 +22,7 @@ from async_rlhf.learner.learner import Learner
 from async_rlhf.run.hub import HubUploads
 from async_rlhf.run.record import derived
 from async_rlhf.run.trackers import TRACKED, Rows, TensorBoard, Wandb, forgiving, in_unicode, tracker_callbacks
-from async_rlhf.system.files import naming, write_file
+from async_rlhf.system.files import from_json, naming, write_file
 from async_rlhf.system.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -50,13 +50,16 @@ class OnlineTrainerState(TrainerState):
     """Taken so far; None where an older version has not counted them."""
     idle_batches: int = 0
     """Batches without an optimiser step since the last one."""
+    tied_batches: int = 0
+    """Batches with a step since the last one in which a prompt's completions scored differently."""
     unrewarded: dict[str, int] = field(default_factory=dict)
     """Completions without a reward, by the cause."""
 
-    def count(self, steps: int, missing: Mapping[str, int]) -> None:
-        """Count the optimiser steps of a batch, and its completions without a reward."""
+    def count(self, steps: int, missing: Mapping[str, int], tied: bool = False) -> None:
+        """Count the optimiser steps of a batch, and its completions without a reward; whether all its prompts tie."""
         self.optimizer_steps = (self.optimizer_steps or 0) + steps
         self.idle_batches = 0 if steps else self.idle_batches + 1
+        self.tied_batches = self.tied_batches + 1 if tied and steps else 0
         for cause, number in missing.items():
             self.unrewarded[cause] = self.unrewarded.get(cause, 0) + number
 
@@ -395,7 +398,7 @@ class Callbacks:
 def tracked_runs(folder: Path) -> dict[str, dict[str, Any]]:
     """The runs of trackers in which the run in this folder is logged: tracker -> how to find it."""
     try:
-        found = json.loads((folder / TRACKERS).read_text(encoding="utf-8"))
+        found = from_json((folder / TRACKERS).read_text(encoding="utf-8"))
         return {name: dict(identity) for name, identity in found.items() if name in TRACKED}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

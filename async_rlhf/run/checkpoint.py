@@ -46,7 +46,7 @@ from async_rlhf.models.sharded_loading import is_on_meta, take_weights
 from async_rlhf.models.values import load_value_head
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.run.record import CODE
-from async_rlhf.system.files import naming
+from async_rlhf.system.files import from_json, naming
 from async_rlhf.types import Batch, Group, Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ResumeState:
             raise ConfigError(f"resume: {str(folder)!r} is a stage's checkpoint of an older format; {right}")
         folder = folder / "resume"
         try:
-            values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            values = from_json((folder / "state.json").read_text(encoding="utf-8"))
             written = values.pop("format", 1)
             if written in (FORMAT, _SHARDED_FORMAT):
                 state = cls(**values, sharded=written == _SHARDED_FORMAT)
@@ -178,9 +178,10 @@ class ResumeState:
 
     def check_inputs(self, inputs: Mapping[str, str], anyway: bool) -> None:
         """Require data, models, rewards and their code to be the same, as :meth:`check` does for the configuration."""
-        if not any(name.startswith(CODE) for name in self.inputs):  # an older version has written it
-            inputs = {name: value for name, value in inputs.items() if not name.startswith(CODE)}
-        require_same(self.inputs, inputs, anyway)
+        # An older version has noted less code, and a callback may come or go. What decides has a name, which counts.
+        one_sided = {name for name in self.inputs.keys() ^ inputs.keys() if name.startswith(CODE)}
+        old, new = ({name: x for name, x in each.items() if name not in one_sided} for each in (self.inputs, inputs))
+        require_same(old, new, anyway)
 
 
 def as_saved(config: OnlineConfig, algorithm: str) -> dict[str, Any]:
@@ -215,10 +216,8 @@ def require_same(old: Mapping[str, Any], new: Mapping[str, Any], anyway: bool) -
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
+    with naming(path):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # a full disk comes as this, not as an OSError
-        raise OSError(f"{str(path)!r} could not be written: {error}") from error
 
 
 def _rollout_rows(batches: Iterable[Batch]) -> Iterator[dict[str, Any]]:

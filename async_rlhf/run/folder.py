@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.manifest import CheckpointError, delete_whole, stranger_in, verify
-from async_rlhf.system.files import whole_file
+from async_rlhf.system.files import from_json, whole_file
 from async_rlhf.system.lock import Hold, hold, refuse_in_use
 
 logger = logging.getLogger(__name__)
@@ -174,15 +174,15 @@ class RunFolder:
         return "trace.json" if self.checkpoint is None else f"trace-from-{self.batch}.json"
 
     def check(self) -> None:
-        """Refuse a folder that holds an earlier run, unless it may be overwritten, or where something else would have
-        to be deleted or overwritten.
+        """Refuse a folder that holds an earlier run, unless it may be overwritten or has ended before its first batch,
+        or where something else would have to be deleted or overwritten.
 
         Raises:
             ConfigError: names what is in the way.
         """
         afresh = self.config.overwrite_output_dir or (self.config.resume and self.checkpoint is None)
         earlier = self._earlier()
-        if earlier and not (afresh or self.goes_on):
+        if earlier and not (afresh or self.goes_on) and self._has_trained(earlier):
             raise ConfigError(
                 f"output_dir: {str(self.path)!r} holds an earlier run ({earlier[0].name}); choose another folder, set "
                 "resume to go on with it, or set overwrite_output_dir to delete it"
@@ -230,6 +230,12 @@ class RunFolder:
         final = [path for path in found if path.name == FINAL]
         return [*checkpoints, *(path for path in found if _LOG.fullmatch(path.name)), *final]
 
+    def _has_trained(self, earlier: Iterable[Path]) -> bool:
+        """Whether a checkpoint, a policy or a line of a batch would be lost."""
+        metrics = self.path / METRICS
+        logged = metrics.is_file() and b'"completions"' in metrics.read_bytes()
+        return logged or not all(_LOG.fullmatch(path.name) for path in earlier)
+
     def _stranger(self, path: Path) -> Path | None:
         if not _LOG.fullmatch(path.name):
             return stranger_in(path)
@@ -245,7 +251,7 @@ class RunFolder:
 
     def _written(self) -> Collection[str] | None:
         try:
-            return set(json.loads((self.path / _WRITTEN).read_text(encoding="utf-8")))
+            return set(from_json((self.path / _WRITTEN).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 

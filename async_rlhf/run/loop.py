@@ -30,7 +30,15 @@ from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpo
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.warnings import DriftWatch, cut_off_warning, idle_warning, no_room_warning, nothing_learnt
+from async_rlhf.run.warnings import (
+    DriftWatch,
+    cut_off_episodes_warning,
+    cut_off_warning,
+    idle_warning,
+    no_room_warning,
+    nothing_learnt,
+    tied_warning,
+)
 from async_rlhf.system import random_state
 from async_rlhf.system.files import JsonLines
 from async_rlhf.system.lock import require_hold
@@ -171,10 +179,11 @@ class Loop:
             self.save()
         if stop:
             self._finish_save(wait=True)
-            saved = f"{Checkpoints(run.folder.path).path(state.global_step).name} is saved; resume goes on from there"
+            path = Checkpoints(run.folder.path).path(state.global_step)
+            saved = f"{path.name} is saved; resume goes on from there (--resume, or resume=True in Python): {path}"
             if signal.SIGINT in asked:
                 raise KeyboardInterrupt(saved)
-            logger.info("%s", saved)
+            logger.warning("%s", saved)  # a program in Python that sets up no logging shows warnings alone
             raise SystemExit(0)
         return run.ranks.broadcast("stop?", lambda: control.should_training_stop)
 
@@ -218,7 +227,8 @@ class TrainingLoop(Loop):
                 metrics |= run.learner.update(experience, batch.index)
             rollouts.publish(run.learner.policy, version=batch.index)
             if run.ranks.is_main:
-                run.callbacks.state.count(int(metrics["optimizer_steps"]), scored.missing)
+                tied = metrics.get("objective/ties") == len(batch.groups) and not run.learner.needs.values
+                run.callbacks.state.count(int(metrics["optimizer_steps"]), scored.missing, tied)
             metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
             started = time.monotonic()
             if self._after_batch(scored, metrics):
@@ -266,17 +276,21 @@ class TrainingLoop(Loop):
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""
         for row in episode_rows(scored.batch.index, scored.batch.groups) if EPISODES in self.logs else ():
             self.logs[EPISODES].write(row)
-        if (idle := idle_warning(self.run.callbacks.state)) is not None:
-            logger.warning("%s", idle)
+        state = self.run.callbacks.state
+        for warning in filter(None, (idle_warning(state), tied_warning(self.run.config, state))):
+            logger.warning("%s", warning)
         if scored.batch.index == 1:
             config, model = self.run.config, self.run.learner.policy
             turns, room = (metrics.get(f"episode/out_of_{what}", 0.0) for what in ("turns", "room"))
             whole = metrics["val/ended_share"] + turns + room
-            warnings = cut_off_warning(config, whole), no_room_warning(config, room, positions_of(model))
+            warnings = [cut_off_warning(config, whole), no_room_warning(config, room, positions_of(model))]
+            if "episode/out_of_room" in metrics:
+                episodes = sum(len(group.samples) for group in scored.batch.groups)
+                cut = round((1 - whole) * episodes - metrics.get("episode/failed", 0.0))
+                warnings.append(cut_off_episodes_warning(config, cut, episodes))
             for warning in filter(None, warnings):
                 logger.warning("%s", warning)
         if everything:
-            state = self.run.callbacks.state
             logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)
             self.drift.look(logs)
             self._log_samples(scored)

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from async_rlhf.system.files import whole_folder
+from async_rlhf.system.files import from_json, whole_folder
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def verify(folder: Path) -> None:
         CheckpointError: names the first that is not.
     """
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = from_json((folder / _MANIFEST).read_text(encoding="utf-8"))
         names = dict(manifest).items()
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{str(folder / _MANIFEST)!r} cannot be read: {error}") from error
@@ -116,7 +116,7 @@ def stranger_in(folder: Path) -> Path | None:
     if listing is None:
         return folder if inside else None  # an empty folder is left if deletion was interrupted at its end
     try:
-        listed = {folder / name for name in dict(json.loads(listing.read_text(encoding="utf-8")))}
+        listed = {folder / name for name in dict(from_json(listing.read_text(encoding="utf-8")))}
     except (ValueError, TypeError):  # the manifest is damaged and can no longer be read
         return None
     return next((path for path in inside if path not in {*listed, *lists}), None)

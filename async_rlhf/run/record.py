@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import takewhile
@@ -26,7 +26,7 @@ from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import HIDDEN, is_secret, masked, without_secrets
 from async_rlhf.rewards.functions import name_loaded_by
 from async_rlhf.system.errors import is_own
-from async_rlhf.system.files import whole_file, write_file
+from async_rlhf.system.files import from_json, whole_file, write_file
 from async_rlhf.system.versions import environment
 
 logger = logging.getLogger(__name__)
@@ -147,14 +147,15 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
 
 def first_time(folder: Path) -> str | None:
     """The time that chat templates saw in a run; None if its folder does not say."""
-    starts = _starts(folder / ENVIRONMENT) or [{}]
-    return starts[0].get("chat_time")
+    starts = starts_of(folder / ENVIRONMENT) or [{}]
+    found = starts[0].get("chat_time")
+    return found if isinstance(found, str) else None
 
 
 def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, chat_time: datetime) -> None:
     """Add this start to environment.json. A run that begins afresh begins a new list."""
     path = folder / ENVIRONMENT
-    earlier = _starts(path)
+    earlier = starts_of(path)
     if earlier is None:
         logger.warning("WARNING: %s was not written by a run, and is left as it is", path)
         return
@@ -168,14 +169,18 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, ch
     write_file(path, json.dumps([*(earlier if goes_on else []), now], indent=1) + "\n")
 
 
-def _starts(path: Path) -> list[dict[str, Any]] | None:
+def _is_start(found: Any) -> bool:
+    return isinstance(found, dict) and "async_rlhf" in found
+
+
+def starts_of(path: Path) -> list[dict[str, Any]] | None:
     """The starts noted so far; None if it is another file."""
     if not path.exists():
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, list) and all("async_rlhf" in one for one in found) else None
-    except (OSError, ValueError, TypeError):
+        found = from_json(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, list) and all(map(_is_start, found)) else None
+    except (OSError, ValueError):
         return None
 
 
@@ -228,10 +233,15 @@ CODE = "code of "
 
 def code_digests(functions: Iterable[Any]) -> dict[str, str]:
     """Checksums of the user's own files that functions, classes and objects are made of, and of the files beside these
-    that they import: :data:`CODE` and the file's name -> checksum. Of what the program itself defines, its own text.
+    that they import: :data:`CODE` and the file's name -> checksum. Of what the program itself defines, its own text. Of
+    a record, such as an algorithm's, what it holds counts.
     """
     texts: dict[str, list[bytes]] = {}
-    for function in functions:
+    left = list(functions)
+    while left:
+        function = left.pop()
+        if is_dataclass(function) and not isinstance(function, type):
+            left += [held for each in fields(function) if callable(held := getattr(function, each.name))]
         made = inspect.unwrap(function.func if isinstance(function, partial) else function)
         made = made if isinstance(made, type) or inspect.isroutine(made) else type(made)
         with suppress(OSError, TypeError):  # it has no source, as what is typed at a prompt

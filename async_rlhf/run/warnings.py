@@ -246,6 +246,17 @@ def idle_warning(state: OnlineTrainerState) -> str | None:
     return f"WARNING: no optimiser step in the last {IDLE} batches, up to {state.global_step}: {_why(state)}"
 
 
+def tied_warning(config: OnlineConfig, state: OnlineTrainerState) -> str | None:
+    """What to say of so many batches whose steps had nothing but the KL penalty; None as of :func:`idle_warning`."""
+    penalty, baseline = config.kl_penalty, getattr(config, "baseline", "group")
+    if state.tied_batches != IDLE or penalty is None or not penalty.coef or baseline != "group":
+        return None
+    return (
+        f"WARNING: the last {IDLE} batches, up to {state.global_step}, have moved the policy by its KL penalty alone "
+        f"(kl.coef {penalty.coef:g}), back to the reference: {_why(state)}"
+    )
+
+
 def nothing_learnt(state: OnlineTrainerState) -> str:
     """That a run made no optimiser step, and why."""
     what = f"no optimiser step in all {state.global_step} batches: the policy is the one that the run started from"
@@ -290,6 +301,23 @@ def no_room_warning(config: OnlineConfig, share: float, positions: int | None) -
         f"WARNING: {share:.0%} of the first batch's episodes ended for want of room: with what the environment says, "
         f"they may have {config.generation.longest_episode:,} tokens after the prompt (generation.episode_length{room})"
         ". Give them more room, or have the environment say less"
+    )
+
+
+def cut_off_episodes_warning(config: OnlineConfig, count: int, episodes: int) -> str | None:
+    """That episodes end with an answer that was cut off; None if none does.
+
+    Args:
+        config: of the run.
+        count: such episodes of the first batch.
+        episodes: all of them.
+    """
+    if not count:
+        return None
+    return (
+        f"WARNING: {count} of the first batch's {episodes} episodes ended with an answer that was cut off at "
+        f"{config.generation.response_length} tokens (generation.response_length): nothing follows such an answer, "
+        'where an endpoint may return it with finish_reason "length". Give answers more room'
     )
 
 

@@ -7,6 +7,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
 
 
 def cache_folder() -> Path:
@@ -23,14 +25,26 @@ def cache_folder() -> Path:
     return Path(folder) if folder else Path.home() / ".cache" / "async_rlhf"
 
 
+def from_json(text: str | bytes, **how: Any) -> Any:
+    """The value of a JSON text from elsewhere. Raises ValueError, also for one that is nested too deeply for Python."""
+    try:
+        return json.loads(text, **how)
+    except RecursionError:
+        raise ValueError("lists or objects are too deep within each other") from None
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within, add the file's name to errors of the disk: writing to an open file raises them without a name."""
+    """Within, add the file's name to errors of the disk: writing to an open file raises them without a name. Those of
+    safetensors and tokenizers, which are no OSErrors, become some.
+    """
     try:
         yield
-    except OSError as error:
-        if error.filename is None and error.errno in _OF_DISKS:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:  # of any kind: what is written in Rust has its own
+        found = None if isinstance(error, OSError) else _OF_RUST.search(str(error))
+        number = getattr(error, "errno", None) if found is None else int(found[1])
+        if getattr(error, "filename", None) is None and number in _OF_DISKS:
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
 
 

@@ -21,11 +21,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_rlhf.config.base import ConfigError
+from async_rlhf.system.files import from_json
 
 logger = logging.getLogger(__name__)
 
 _ENDING_SECONDS = 60.0
 """How long a process that is ending is waited for."""
+_TRIES = 100
+"""Folders are deleted only when they are empty: nobody meets that so often."""
 _EXITING = 4
 """The flag PF_EXITING in the kernel's flags of a process."""
 
@@ -47,9 +50,8 @@ class _Lock:
         self.path, self.key, self.folder = path, key, folder
         self.users = 0
         self.busy = False
-        self._made = [place for place in path.parents if not place.exists()]
+        self._made: list[Path] = []
         """Folders made for it, the innermost first."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         me = {"host": socket.gethostname(), "pid": os.getpid(), "token": uuid.uuid4().hex}
         self._text, self._pid = json.dumps(me), os.getpid()
         self.descriptor = self._take()
@@ -62,7 +64,7 @@ class _Lock:
         """
         began = time.monotonic()
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = self._open()
             try:
                 # Its last holder may have deleted it meanwhile.
                 if _locked(descriptor, fcntl.LOCK_EX) and _is_file(descriptor, self.path):
@@ -72,6 +74,19 @@ class _Lock:
                 _require_patience(self.path, self.key, self.folder, began)
             finally:
                 os.close(descriptor)
+
+    def _open(self) -> int:
+        """Open the file, in folders that its last holder may be deleting."""
+        tries = _TRIES
+        while True:
+            try:
+                self._made = [place for place in self.path.parents if place in self._made or not place.exists()]
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except (FileNotFoundError, FileExistsError):  # the second, if it was there and is not when it is looked at
+                tries -= 1
+                if tries == 0:
+                    raise
 
     def require(self) -> None:
         """Require that this process still has the lock.
@@ -253,7 +268,7 @@ def _is_ending(path: Path) -> bool:
 def _holder(path: Path) -> dict[str, object]:
     """Who has written itself into a lock file; nothing if it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = from_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -4,7 +4,6 @@ before it loads torch, so that a misspelt one is an error at once.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from async_rlhf.config.base import Checked, ConfigError, fields_of, require
 from async_rlhf.config.rewards import FUNCTION, FunctionName
+from async_rlhf.system.files import from_json
 
 TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
 """Each perhaps compressed: rows.jsonl.gz."""
@@ -142,7 +142,7 @@ def base_of(folder: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return str(json.loads(file.read_text("utf-8")).get("base_model_name_or_path") or "")
+        return str(from_json(file.read_text("utf-8")).get("base_model_name_or_path") or "")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{str(file)!r} is no JSON object: {error}") from error
 

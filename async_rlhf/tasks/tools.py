@@ -18,7 +18,6 @@ So train with it in a container that holds nothing secret.
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import os
 import re
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.config.base import ConfigError, require
+from async_rlhf.system.files import from_json
 
 SECONDS, MEMORY_BYTES, FILE_BYTES, PROCESSES = 10, 2**30, 2**24, 64
 """The limits of :func:`python`: time of a call; memory of each process; size of each file; processes and threads."""
@@ -238,7 +238,7 @@ def _read(path: Path) -> list[Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".txt":
             return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        rows = [from_json(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:  # of JSON or UTF-8
         raise ConfigError(f"documents: got {str(path)!r}; {right}: {error}") from error
     return [row.get("text") if isinstance(row, dict) else row for row in rows]

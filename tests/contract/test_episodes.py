@@ -597,6 +597,20 @@ def test_an_environment_has_the_models_room_and_a_run_says_if_that_is_not_enough
     else:
         assert all(row["episode/out_of_room"] > 0.5 for row in metrics)
     assert (said in caplog.text) == (room is not None)
+    assert "ended with an answer that was cut off" not in caplog.text
+
+
+def test_a_run_says_how_many_episodes_end_with_an_answer_that_is_cut_off(tmp_path, tokenizer, prompts, caplog):
+    generation = {"response_length": 2, "max_turns": 3, "stop_token_ids": list(range(128))}
+    args = new_args(tmp_path, "cut", generation, total_episodes=16, max_prompt_length=None)
+    _, metrics = run_trainer(tokenizer, prompts, args, environment=Talks)
+    first = metrics[0]
+    cut = round(16 * (1 - first["val/ended_share"] - first["episode/out_of_turns"] - first["episode/out_of_room"]))
+    said = [record.message for record in caplog.records if "ended with an answer that was cut off" in record.message]
+    assert 0 < cut < 16
+    assert [line.split(" (")[0] for line in said] == [
+        f"WARNING: {cut} of the first batch's 16 episodes ended with an answer that was cut off at 2 tokens"
+    ]
 
 
 def test_prompts_and_episodes_share_the_models_positions(tmp_path):

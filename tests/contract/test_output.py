@@ -18,10 +18,11 @@ from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
 from async_rlhf.commands.evaluation.penalties import Penalties, training_penalties
 from async_rlhf.commands.evaluation.tables import format_table
-from async_rlhf.config import ConfigError, EvaluateConfig
+from async_rlhf.config import ConfigError, EvaluateConfig, KLConfig
 from async_rlhf.models import loading, saving
 from async_rlhf.models.loading import load_policy, new_reward_model
 from async_rlhf.models.saving import write_model
+from async_rlhf.run import warnings as run_warnings
 from async_rlhf.run.callbacks import ProgressCallback
 from async_rlhf.run.summary import training_summary
 from async_rlhf.run.trainer import OnlineTrainer
@@ -132,6 +133,31 @@ def test_what_cut_off_answers_cost_is_said(changes, share, told, tmp_path):
         import re
 
         assert re.search(told, found), found
+
+
+def test_a_run_whose_prompts_all_tie_says_that_its_kl_penalty_alone_moves_it(
+    make_policy, tokenizer, make_args, caplog, monkeypatch
+):
+    """Its steps count, so it is not idle; other scores, or no penalty, are no news."""
+    monkeypatch.setattr(run_warnings, "IDLE", 2)
+
+    def said(tied, **changes):
+        caplog.clear()
+        calls = iter([False, *tied])
+
+        def reward(prompts, completions, **columns):
+            return [1.0 for _ in completions] if next(calls) else count_letters(prompts, completions)
+
+        args = make_args(algorithm="grpo", total_episodes=32, overwrite_output_dir=True, **changes)
+        trainer = OnlineTrainer(make_policy(), args, PROMPTS, reward_funcs=reward, processing_class=tokenizer)
+        assert trainer.train().optimizer_steps == 8
+        return [record.message for record in caplog.records if "KL penalty alone" in record.message]
+
+    (told,) = said([True, True, True], kl=KLConfig(coef=0.25))
+    start = "WARNING: the last 2 batches, up to 3, have moved the policy by its KL penalty alone (kl.coef 0.25)"
+    assert told.startswith(start)
+    assert "all completions of a prompt had the same score" in told
+    assert said([True, False, True], kl=KLConfig(coef=0.25)) == []
 
 
 def test_a_run_warns_at_its_first_batch_alone(make_policy, tokenizer, make_args, caplog):

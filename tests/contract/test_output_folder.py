@@ -90,6 +90,36 @@ def test_a_trainer_that_fails_lets_go(make, make_args):
     del caught, other  # they kept the trainers
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_run_that_ended_before_its_first_batch_can_be_started_again(
+    make_policy, tokenizer, prompts, make_args, evaluates
+):
+    """Nothing is lost with it; what no run has written stays, and so does what holds a batch."""
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, *_, **known):
+            raise ArithmeticError("before the first batch")
+
+    def trainer(*callbacks):
+        known = {"reward_funcs": count_letters, "processing_class": tokenizer, "callbacks": callbacks}
+        return OnlineDPOTrainer(make_policy(), args, prompts, eval_dataset=prompts[:2] if evaluates else None, **known)
+
+    args = make_args(save_steps=2, eval_on_start=evaluates)
+    with pytest.raises(ArithmeticError) as caught:
+        trainer(Fails()).train()
+    del caught
+    folder = Path(args.output_dir)
+    assert (folder / "metrics.jsonl").exists()
+    trainer().train()
+    assert [row["batch"] for row in json_rows(folder / "metrics.jsonl") if "completions" in row] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        trainer()
+    for place in [*folder.glob("checkpoint-*"), folder / "final"]:
+        shutil.rmtree(place)
+    with pytest.raises(ConfigError, match=r"holds an earlier run \("):
+        trainer()
+
+
 def test_a_second_trainer_of_the_same_process_does_not_train_meanwhile(make, make_args):
     args, errors = make_args(), []
     second = make(args)

@@ -22,7 +22,8 @@ from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
-from async_rlhf.models.publish import AsyncCopy, SnapshotFolder, SnapshotRing
+from async_rlhf.models import publish
+from async_rlhf.models.publish import AsyncCopy, BackgroundThread, SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.system.trace import Trace
@@ -142,6 +143,48 @@ def test_a_worker_waits_for_weights_that_are_on_their_way(make_policy, tokenizer
         thread.join(60)
         assert replies[0].version == 1
         assert replies[0].digests == {1: ring.published[1]}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["ring", "folded", "folder"])
+def test_a_version_is_seen_when_its_checksums_are_there(make_policy, tmp_path, monkeypatch, kind):
+    """Who reads the number of the newest looks up its checksums at once."""
+    seen: list[int] = []
+
+    def looking(compute):
+        return lambda *given, **known: (seen.append(snapshots.newest), compute(*given, **known))[1]
+
+    policy = make_policy()
+    folder = SnapshotFolder(tmp_path / "published", torch.float32, 2)
+    snapshots = folder if kind == "folder" else SnapshotRing.for_model(policy, torch.float32, 2)
+    snapshots.folded = kind == "folded"
+    with closing(snapshots):
+        for name in ("digests", "fold_digests"):
+            monkeypatch.setattr(publish, name, looking(getattr(publish, name)))
+        for version in range(3):
+            with closing(BackgroundThread("publisher")) as thread:
+                snapshots.publish(policy, version, ALONE, thread)
+                thread.finish()
+            assert (snapshots.newest, version in snapshots.published) == (version, True)
+        assert seen == [-1, 0, 1]
+
+
+def test_after_an_error_the_thread_does_nothing_more():
+    """What comes after it builds on what was not done."""
+    done: list[int] = []
+
+    def fail():
+        raise OSError("no room")
+
+    with closing(BackgroundThread("publisher")) as thread:
+        for work in (lambda: done.append(1), fail, lambda: done.append(2)):
+            thread(work)
+        with pytest.raises(OSError, match="no room"):
+            thread.finish()
+        thread(lambda: done.append(3)).result()
+        with pytest.raises(OSError, match="no room"):
+            thread.require()
+    assert done == [1]
 
 
 @pytest.mark.parametrize("asks", ["collect", "publish"])

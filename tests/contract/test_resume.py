@@ -20,12 +20,12 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
-from async_rlhf.algorithms.table import BUILT_IN
-from async_rlhf.config import ConfigError
+from async_rlhf.algorithms.table import BUILT_IN, find
+from async_rlhf.config import ConfigError, engines
 from async_rlhf.config.spelling import DROPPED
 from async_rlhf.generation.episodes.spec import named
 from async_rlhf.models import budget
-from async_rlhf.rewards.functions import load_reward_functions
+from async_rlhf.rewards.functions import load_object, load_reward_functions
 from async_rlhf.run.checkpoint import FORMAT, ResumeState, as_saved
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.trainer import OnlineTrainer
@@ -246,8 +246,28 @@ def test_what_would_break_exactness_is_named(make_policy, tokenizer, prompts, ma
 
 
 PLAYING = """
-from beside_of_resume import REWARD
+from dataclasses import replace
+
+from transformers import TrainerCallback
+
 from async_rlhf import Observation
+from async_rlhf.algorithms.online_dpo import ONLINE_DPO
+from async_rlhf.config.engines import ENGINES, EngineSpec
+from async_rlhf.generation.transformers_engine import make as theirs
+from beside_of_resume import REWARD
+
+def loss(output, experience, config):
+    return ONLINE_DPO.loss(output, experience, config)
+
+MINE = replace(ONLINE_DPO, name="mine", loss=loss)
+
+class Watch(TrainerCallback):
+    pass
+
+def make(spec, params):
+    return theirs(spec, params)
+
+ENGINE = EngineSpec(f"{__file__}:make", ENGINES["transformers"].supports)
 
 class World:
     def reset(self, row, seed):
@@ -265,25 +285,37 @@ async def agent(client, row):
 """
 
 
-@pytest.mark.parametrize("what", ["reward_funcs", "environment", "agent"])
+NAMES = {"reward_funcs": "count", "environment": "World", "agent": "agent", "algorithm": "MINE", "callbacks": "Watch"}
+
+
+@pytest.mark.parametrize("what", [*NAMES, "engine"])
 def test_code_that_was_changed_is_named(make_policy, tokenizer, prompts, make_args, tmp_path, caplog, what):
     """Of the file itself, and of one beside it that it imports; an older checkpoint knows of none."""
     file, beside = tmp_path / "played.py", tmp_path / "beside_of_resume.py"
     file.write_text(PLAYING)
     beside.write_text("REWARD = 1.0\n")
-    name = f"{file}:{ {'reward_funcs': 'count', 'environment': 'World', 'agent': 'agent'}[what] }"
-    turns = {} if what == "reward_funcs" else {"generation": {"max_turns": 1}}
+    name, plays = f"{file}:{NAMES.get(what, 'ENGINE')}", what in ("environment", "agent")
+    generation = {"max_turns": 1} if plays else {"engine": name} if what == "engine" else {}
 
     def train(callbacks=(), **changes):
-        given = load_reward_functions([name]) if what == "reward_funcs" else named(name, what)
-        options = {"reward": given if what == "reward_funcs" else (), "callbacks": callbacks}
-        options |= {} if what == "reward_funcs" else {what: given}
-        return run(make_policy, tokenizer, prompts, make_args(**turns, **changes), **options)
+        engines.find.cache_clear()
+        options = {"callbacks": callbacks, "reward": () if plays else count_letters}
+        if what == "reward_funcs":
+            options["reward"] = load_reward_functions([name])
+        elif plays:
+            options[what] = named(name, what)
+        elif what == "callbacks":
+            options["callbacks"] = [*callbacks, load_object(name, what)]
+        elif what == "algorithm":
+            options["algorithm"] = find(name)
+        return run(make_policy, tokenizer, prompts, make_args(generation=generation, **changes), **options)
 
     run_of = train([StopAfter(2)])
     state = Path(run_of[0].args.output_dir) / "checkpoint-2" / "resume" / "state.json"
     inputs = json.loads(state.read_text())["inputs"]
-    assert {"code of played.py", "code of beside_of_resume.py"} == {key for key in inputs if key.startswith("code of")}
+    others = {"code of tiny.py", "code of conftest.py"}  # of what these tests always give
+    files = {key for key in inputs if key.startswith("code of")} - others
+    assert {"code of played.py", "code of beside_of_resume.py"} == files
     for path, text in ((beside, "REWARD = 2.0\n"), (file, PLAYING + "# a comment\n")):
         before = path.read_text()
         path.write_text(text)

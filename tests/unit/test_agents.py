@@ -335,7 +335,8 @@ async def _hangs(client, row):
 )
 def test_an_agent_that_fails_ends_the_run_or_its_episode(tmp_path, chats, agent, why):
     limit = {"step_timeout": 1.0} if agent is _hangs else {}  # others may take long on a loaded machine
-    with pytest.raises(EpisodeError, match=why):
+    hint = r".*; reward_errors: skip goes on without the episode's reward( \(.*test_agents\.py, line \d+\))?$"
+    with pytest.raises(EpisodeError, match=why + hint):
         sampled(tmp_path, chats, agent, **limit)
     _, found = sampled(tmp_path, chats, agent, count=-2, **limit)
     for samples in found:
@@ -372,10 +373,10 @@ def test_an_agent_whose_first_question_is_too_long_has_its_reward(tmp_path, chat
         assert all(sample.sampled.any() for sample in samples)
 
 
-def asked(client, **body):
+def asked(client, raw=None, **body):
     """The status of a request's answer, and what is wrong with it."""
     head = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{client.base_url}/chat/completions", json.dumps(body).encode(), head)
+    request = urllib.request.Request(f"{client.base_url}/chat/completions", (raw or json.dumps(body)).encode(), head)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)["choices"][0]["finish_reason"]
@@ -450,6 +451,31 @@ def test_what_a_request_says_is_what_happens_or_refused_with_what_would_be_right
         assert right in said
 
 
+DEEP = [900, 940, 980, 5000, 1_000_000]
+"""Of lists within each other: such as Python reads and cannot write, and such as it cannot read."""
+
+
+def test_a_request_that_is_nested_too_deeply_is_refused(tmp_path, chats):
+    found = []
+    inner = ['"role": "user", "content": {}', '"role": "assistant", "tool_calls": [{{"function": {}}}]']
+
+    def agent(client, row):
+        for deep in DEEP:
+            lists = "[" * deep + "]" * deep
+            for text in ["[" + lists + "]", *(f"[{{{one.format(lists)}}}]" for one in inner)]:
+                found.append(asked(client, f'{{"messages": {text}}}'))
+            found.append(asked(client, f'{{"messages": {json.dumps(SAID)}, "metadata": {lists}, "tools": {lists}}}'))
+            call = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": lists}}]}]
+            found.append(asked(client, messages=call))
+        return asked(client, messages=SAID)[0]
+
+    _, (samples,) = sampled(tmp_path, chats, agent, count=1)
+    assert {sample.rewards.sum() for sample in samples} == {200}
+    assert len(found) == 2 * 5 * len(DEEP)
+    assert {status for status, _ in found} == {400}
+    assert (400, "ValueError: lists or objects are too deep within each other") in found
+
+
 def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     chats.chat_template = "{% for m in messages %}{{ raise_exception('roles must alternate') }}{% endfor %}"
     found = []
@@ -465,6 +491,24 @@ def test_messages_that_the_template_refuses_are_refused(tmp_path, chats):
     with pytest.raises(EpisodeError, match="asked the policy nothing"):
         EpisodeSampler(trainer.run.engine).generate([trainer.run.prompts.stream.prompt(0)])
     assert found[0] == (400, "the chat template cannot write it: roles must alternate")
+
+
+def test_what_ends_the_run_is_told_once_and_not_by_the_server(tmp_path, chats, caplog, monkeypatch):
+    """An agent over HTTP is answered, and aiohttp prints no traceback of its own."""
+    found = []
+
+    def fails(*_):
+        raise OSError("the engine is gone")
+
+    def agent(client, row):
+        found.append(asked(client, messages=SAID))
+        return 1.0
+
+    monkeypatch.setattr("async_rlhf.generation.episodes.agents.Episode.add", fails)
+    with pytest.raises(OSError, match="the engine is gone"):
+        sampled(tmp_path, chats, agent, count=1)
+    assert found[0] == (500, "the policy could not answer: OSError: the engine is gone")
+    assert [record.name for record in caplog.records if record.name.startswith("aiohttp")] == []
 
 
 @pytest.mark.parametrize("column", ["query", "prompt"])

@@ -6,7 +6,10 @@ import bz2
 import gzip
 import json
 import lzma
+from collections import deque
+from functools import reduce
 
+import numpy as np
 import pandas
 import pytest
 from datasets import Dataset, DatasetDict
@@ -14,6 +17,7 @@ from tiny import byte_tokenizer
 
 from async_rlhf.config import ConfigError
 from async_rlhf.data import files
+from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import load_rows
 from async_rlhf.data.stream import PromptStream
 
@@ -185,3 +189,92 @@ def test_a_file_of_another_kind_is_refused_by_what_would_be_right(tmp_path):
     (tmp_path / "rows.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"train: got '.*rows.txt'; must be a .jsonl, .json, .csv or .tsv file"):
         load_rows(str(tmp_path / "rows.txt"), key="train")
+
+
+def fingerprint(value):
+    return PromptStream([{"query": "a", "label": value}], byte_tokenizer()).fingerprint()
+
+
+def test_of_arrays_all_bytes_count_for_the_identity():
+    """Their text leaves out the middle of long ones, and the last digits."""
+    whole, changed = np.zeros(5000), np.zeros(5000)
+    changed[2500] = 1e-9
+    others = [whole, changed, whole.astype(np.float32), whole.reshape(50, 100), whole.tolist(), pandas.Series(changed)]
+    found = [fingerprint(value) for value in others]
+    assert len({*found[:5]}) == 5
+    assert found == [fingerprint(value) for value in others]
+    assert fingerprint({"a": [changed]}) != fingerprint({"a": [whole]})
+    assert fingerprint(np.array(["a", None], dtype=object)) != fingerprint(np.array(["b", None], dtype=object))
+
+
+def test_no_order_of_a_set_is_in_the_identity():
+    one, other = {0, 8}, {8, 0}
+    assert str(one) != str(other)
+    assert one == other
+    assert fingerprint([one, deque([{1: frozenset(one)}])]) == fingerprint([other, deque([{1: frozenset(other)}])])
+    assert fingerprint({"a", "b"}) != fingerprint({"a", "c"})
+
+
+class Plain:
+    """Printed as where it is in memory."""
+
+
+CIRCLE: list[object] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (Plain(), "a Plain has another text in each run"),
+        ([{"a": (Plain(),)}], "a tuple|a Plain has another text in each run"),
+        (deque([lambda: 0]), "a function has another text in each run"),
+        ({1: 0, "b": 0}, "not supported between"),
+        (CIRCLE, "Circular reference"),
+        ([10**5000], r"Exceeds the limit \(4300 digits\)"),
+        (reduce(lambda inner, _: [inner], range(5000), 0), "maximum recursion depth"),
+    ],
+)
+def test_a_value_that_has_no_text_of_its_own_is_named(value, why):
+    rows = [{"query": "a", "n": 1, "label": 0}, {"query": "b", "n": 2, "label": value}]
+    with pytest.raises(ConfigError, match=rf"mine: row 2: 'label' cannot be told again: .*({why}).*; must be text"):
+        PromptStream(rows, byte_tokenizer(), key="mine").fingerprint()
+
+
+@pytest.mark.parametrize("kept", ["what is 1+1?", [{"content": "a"}], {"role": "user"}, [10**5000]])
+def test_a_chat_that_is_kept_with_its_text_must_be_one(kept):
+    rows = [{"query": "a"}, {"query": "b", "prompt_messages": kept}]
+    with pytest.raises(ConfigError, match=r"mine: 'query' of row 2: `prompt_messages` is .*; must be a list of mess"):
+        PromptStream(rows, byte_tokenizer(), key="mine")
+    with pytest.raises(ConfigError, match=r"mine: row 2: `prompt_messages` is .*; must be a list of messages"):
+        hold_out(rows, 0.5, "mine", "query")
+    assert len(PromptStream([{"query": "b", "prompt_messages": none} for none in ([], None)], byte_tokenizer())) == 2
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize(
+    ("value", "why"), [("9" * 5000, r"Exceeds the limit \(4300 digits\)"), ("[" * 5000 + "]" * 5000, "too deep")]
+)
+def test_what_python_cannot_read_is_named_with_its_file_and_line(tmp_path, monkeypatch, on_disk, value, why):
+    monkeypatch.setattr(files, "LARGE", 1 if on_disk else 10**9)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"query": "a"}}\n{{"query": "b", "label": {value}}}\n')
+    with pytest.raises(ConfigError, match=rf"data: line 2 of .*rows\.jsonl.*{why}"):
+        load_rows(str(path))
+    path.with_suffix(".json").write_text(f'[{{"query": "b", "label": {value}}}]')
+    with pytest.raises(ConfigError, match=rf"data: .*rows\.json' .*{why}"):
+        load_rows(str(path.with_suffix(".json")))
+
+
+def test_a_message_that_cannot_be_written_is_named():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for value, why in ((10**5000, "4300 digits"), (CIRCLE, "Circular"), (reduce(lambda a, _: [a], range(5000), 0), "")):
+        rows = [{"query": [{"role": "user", "content": "a", "more": value}]}]
+        with pytest.raises(
+            ConfigError, match=rf"row 1: message 1 \(user\) has a value that cannot be written: .*{why}"
+        ):
+            PromptStream(rows, tokenizer)
+        rows = [{"query": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "parameters": value}]}]
+        with pytest.raises(ConfigError, match="row 1 has a value that cannot be written: "):
+            PromptStream(rows, tokenizer)

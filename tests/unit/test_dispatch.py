@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from async_rlhf.config import GenerationConfig
 from async_rlhf.generation import dispatch
 from async_rlhf.generation.dispatch import Dispatcher, cut
-from async_rlhf.generation.protocol import Request
+from async_rlhf.generation.protocol import GeneratorError, Request
+from async_rlhf.generation.remote import RemoteGenerator
+from async_rlhf.generation.supervisor import Supervisor
+from async_rlhf.system.trace import Trace
 
 
 class Worker(dispatch.Worker):
     """Notes what it is given."""
+
+    has_begun = True
 
     def __init__(self, number: int) -> None:
         super().__init__(number, f"worker {number}", None)
@@ -185,3 +194,62 @@ def test_batches_are_cut_into_consecutive_parts():
     assert cut("abcdefg", 3, None) == ["ab", "cd", "efg"]
     assert cut("abcdefg", 3, 2) == ["ab", "cd", "ef", "g"]
     assert cut("", 3, 2) == cut("", 3, None) == []
+
+
+class Unstartable(Worker):
+    """The second one finds no place."""
+
+    def silent_for(self) -> float:
+        if self.number == 1:
+            raise ConnectionError("no host has room")
+        return 0.0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Stopped(queue.Queue):
+    """Whose reader is stopped for a while, with nothing in it."""
+
+    after = staticmethod(lambda: None)
+
+    def get(self, block=True, timeout=None):
+        time.sleep(0.7)
+        self.after()
+        raise queue.Empty
+
+
+def supervised(arrived, make=Unstartable) -> Supervisor:
+    failed: list[BaseException] = []
+    return Supervisor("worker", GenerationConfig(), make, 2, 1, arrived, Trace(), print, failed.append, ConnectionError)
+
+
+def test_what_a_worker_had_that_is_given_up_goes_to_others(caplog):
+    supervisor = supervised(queue.Queue())
+    first, second = supervisor.workers
+    supervisor.dispatcher.add(batch(1, 3))
+    assert [request.number for request in second.open] == [1]
+    supervisor._replace_the_silent()
+    assert "no host has room; the run goes on with 1: worker 0" in caplog.text
+    assert (supervisor.workers, second.open, supervisor.dispatcher.is_there(second)) == ([first], [], False)
+    for _ in range(3):
+        supervisor.dispatcher.answered(first)
+    assert first.given == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_time_in_which_this_process_was_stopped_is_not_the_workers():
+    """As when a laptop sleeps: nobody is killed for his silence, and no answer is missed."""
+    arrived = Stopped()
+    supervisor = supervised(arrived, Worker)
+    supervisor.look_seconds = 0.01
+    arrived.after = lambda: setattr(supervisor, "_closing", True)
+    for worker in supervisor.workers:
+        worker.since = 0.0
+    now = time.monotonic()
+    supervisor._run()
+    assert all(worker.since > now for worker in supervisor.workers)
+    asks = SimpleNamespace(_answers=Stopped(), supervisor=supervisor, _no_answer=lambda: GeneratorError("too late"))
+    assert RemoteGenerator._receive(asks, 0.01)
+    asks._answers = queue.Queue()
+    with pytest.raises(GeneratorError, match="too late"):
+        RemoteGenerator._receive(asks, 0.01)

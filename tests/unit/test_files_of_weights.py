@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,8 +14,12 @@ from tiny import LLAMA_SIZES, mixture, new_policy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.models import saving
-from async_rlhf.models.saving import write_copy, write_model
+from async_rlhf.models.adapters import write_adapter, write_base
+from async_rlhf.models.publish import SnapshotFolder
+from async_rlhf.models.saving import write_copy, write_model, write_value_head
 from async_rlhf.models.weights import iterate_weights
+from async_rlhf.run.checkpoint import _save
+from async_rlhf.system.files import naming, whole_folder
 
 SMALL = 20_000
 
@@ -88,3 +95,52 @@ def test_files_in_bfloat16_hold_rounded_weights(kind, tmp_path, tokenizer):
     assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
     assert found.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name].to(tensor.dtype)) for name, tensor in found.state_dict().items())
+
+
+@contextmanager
+def no_room(size: int) -> Iterator[None]:
+    """Within, no file may be longer; the error then is as that of a full disk, but for its number."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def published(folder):
+    snapshots = SnapshotFolder(folder / "published", torch.float32, 1)
+    snapshots.draft = {"a": torch.zeros(10_000)}
+    snapshots.make_available(1)
+
+
+WRITERS = {
+    "model": lambda folder, tokenizer: write_model(made("llama"), tokenizer, folder),
+    "in files": lambda folder, tokenizer: write_copy(made("llama"), tokenizer, folder, [("a", torch.ones(9999))], None),
+    "tokenizer": lambda folder, tokenizer: write_model(LlamaForCausalLM(TINY), tokenizer, folder),
+    "value head": lambda folder, tokenizer: write_value_head(torch.nn.Linear(9999, 1), folder),
+    "base": lambda folder, tokenizer: write_base(made("llama"), folder, torch.float32),
+    "adapter": lambda folder, tokenizer: write_adapter(None, {"a.lora_A.default.b": torch.ones(9999)}, folder),
+    "state": lambda folder, tokenizer: _save({"a": torch.zeros(9999)}, folder / "tensors.safetensors"),
+    "snapshot": lambda folder, tokenizer: published(folder),
+}
+TINY = LlamaConfig(**{**LLAMA_SIZES, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}, vocab_size=9)
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_full_disk_is_an_error_of_the_disk_whoever_writes(what, tmp_path, tokenizer):
+    with no_room(3000), pytest.raises(OSError, match="File too large") as failed:
+        WRITERS[what](tmp_path, tokenizer)
+    assert failed.value.errno == errno.EFBIG
+    assert str(failed.value.filename).startswith(str(tmp_path))
+    assert what == "tokenizer" or not [path for path in tmp_path.rglob("*") if ".safetensors" in path.name]
+    with no_room(3000), pytest.raises(OSError, match="File too large"), whole_folder(tmp_path / "whole") as folder:
+        WRITERS[what](folder, tokenizer)
+    assert not list(tmp_path.glob("*whole*"))
+
+
+def test_other_errors_stay_as_they_are(tmp_path):
+    for error in (ValueError("(os error x)"), OSError(errno.ENOENT, "gone"), RuntimeError("gone (os error 2)")):
+        with pytest.raises(type(error)) as failed, naming(tmp_path):
+            raise error
+        assert failed.value is error

@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,6 +117,33 @@ def test_a_file_that_its_last_holder_deletes_meanwhile_is_made_anew(path, monkey
         assert (
             "is writing there" in subprocess.run([sys.executable, PROGRAM, path], capture_output=True, text=True).stdout
         )
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("seen", [True, False])
+def test_folders_that_their_last_holder_deletes_meanwhile_are_made_anew(tmp_path, monkeypatch, times, seen):
+    """Between making and using them, or while it is seen that they are there."""
+    inner, make, left = tmp_path / "a" / "b" / ".run.lock", Path.mkdir, [None] * times
+
+    def deleted(self, *arguments, **known):
+        make(self, *arguments, **known)
+        if self == inner.parent and left:
+            left.pop()
+            shutil.rmtree(tmp_path / "a" if times > 1 else inner.parent)
+            if seen:
+                raise FileExistsError(errno.EEXIST, "File exists", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", deleted)
+    with take(inner) as held:
+        held.require()
+        assert json.loads(inner.read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_the_folder_is_said(tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises((FileExistsError, NotADirectoryError)):
+        take(tmp_path / "a" / ".run.lock")
 
 
 def _try_to_take(path, queue):

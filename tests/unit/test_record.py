@@ -24,7 +24,16 @@ from async_rlhf.run.callbacks import TRACKERS, training_arguments
 from async_rlhf.run.card import Card
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.inputs import Inputs
-from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, of_command, of_python, without_secret_words
+from async_rlhf.run.record import (
+    ENVIRONMENT,
+    RUN_FILE,
+    Record,
+    first_time,
+    of_command,
+    of_python,
+    starts_of,
+    without_secret_words,
+)
 from async_rlhf.system.versions import checkout_of, code
 
 
@@ -94,6 +103,15 @@ def test_files_of_the_same_names_that_no_run_has_written_are_left_alone(make_pol
         (folder / name).write_text(text)
     OnlineDPOTrainer(make_policy(), args, prompts, reward_funcs=count_letters, processing_class=tokenizer).train()
     assert {name: (folder / name).read_text() for name in texts} == texts
+
+
+def test_a_damaged_list_of_starts_is_none(tmp_path):
+    file = tmp_path / ENVIRONMENT
+    for text in ('["async_rlhf"]', '[["async_rlhf"]]', "[5]", "{}", "[" * 5000, "x"):
+        file.write_text(text)
+        assert (starts_of(file), first_time(tmp_path)) == (None, None)
+    file.write_text('[{"async_rlhf": {}, "chat_time": 5}]')
+    assert (starts_of(file), first_time(tmp_path)) == ([{"async_rlhf": {}, "chat_time": 5}], None)
 
 
 def git(folder: Path, *words: str) -> str:

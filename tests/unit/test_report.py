@@ -289,6 +289,56 @@ def test_values_that_are_nested_without_end_are_damage_like_other(copied, tmp_pa
         path.write_text(before)
 
 
+WRONG = [{"a": 1}, *map(rare, ("x", [1], [None], 10**400, True))]
+FIGURES = {"gold_mean": {"estimate": 1.0, "low": 0.0, "high": 2.0}, "mean_length": 3.0}
+JUDGED = {"config": {"models.sft": "elsewhere"}, "results": {"reference": "sft", "prompts": 2, "notes": ["n"]}}
+JUDGED["results"] |= {"reference_response": FIGURES, "models": {"sft": FIGURES, "checkpoint-2": FIGURES}}
+SAID = {"query": "q", "reference_response": "r", "reference_score": 1.0, "models": {"sft": {"score": 1.0}}}
+SPOKEN = {"messages": [{"role": "assistant", "content": "a"}], "rewards": [1.0], "metrics": {"turns": 1}}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
+def test_values_of_wrong_types_are_left_out_and_said(copied, tmp_path, wrong):
+    """In every file, whichever value it is; the page is made without it."""
+    run, judged = copied["async"], tmp_path / "judged"
+    judged.mkdir()
+    samples = run / "samples.jsonl"
+    samples.write_text("".join(json.dumps({**row, **SPOKEN}) + "\n" for row in json_rows(samples)))
+    whole = {path: path.read_text() for path in (run / "metrics.jsonl", samples, run / "eval_samples.jsonl")}
+    whole |= {run / "environment.json": (run / "environment.json").read_text()}
+    whole |= {judged / "evaluation.json": json.dumps(JUDGED), judged / "samples.jsonl": f"{json.dumps(SAID)}\n"}
+
+    def read():
+        found = read_run(run, "a")
+        assert "Runs" in Elements(page([found], evaluations_of([found], [judged]))).text
+        return [told for told in found.problems if "of another type" in told]
+
+    for path, text in whole.items():
+        path.write_text(text)
+    assert read() == []
+    for path, text in whole.items():
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        value = json.loads(lines[-1])
+        parts = [*value] if isinstance(value, list) else [value]
+        if "results" in value:
+            parts += [value["config"], value["results"], *value["results"]["models"].values(), FIGURES["gold_mean"]]
+        for part in parts:
+            names = [*part][:: 9 if path.name == "metrics.jsonl" else 1]
+            for name in names:
+                right, part[name] = part[name], wrong
+                path.write_text("".join(f"{line}\n" for line in [*lines[:-1], json.dumps(value)]))
+                assert all(line.startswith(path.name) and f"({name})" in line for line in read())
+                part[name] = right
+        path.write_text(text)
+    (run / "environment.json").write_text('[{"packages": 3, "async_rlhf": [], "started": 1}, 5]')
+    samples.write_text('{"batch": "x", "prompt": "p", "completion": "c", "messages": [1]}\n')
+    said = "values are of another type than a run writes and are left out"
+    assert read() == [
+        f"samples.jsonl: 2 {said} (batch, messages)",
+        f"environment.json: 3 {said} (async_rlhf, packages, start)",
+    ]
+
+
 def test_a_configuration_of_any_bytes_is_read_or_refused_at_once(copied):
     run, draw = copied["sync"], random.Random(0)
     for number in range(300):

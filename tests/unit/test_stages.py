@@ -21,14 +21,17 @@ from async_rlhf.algorithms.supervised import SFT
 from async_rlhf.commands.evaluation.likelihood import EncodedRow
 from async_rlhf.commands.sft import demonstration_rows, encode_rows, run_sft
 from async_rlhf.commands.stage import Stage, fingerprint, json_lines
+from async_rlhf.commands.train import train_stage
 from async_rlhf.config import ConfigError, NewModelConfig, SFTConfig
 from async_rlhf.config.base import key
+from async_rlhf.config.parsing import parse
 from async_rlhf.data import checksums
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.loading import load_policy, load_tokenizer
 from async_rlhf.models.saving import write_model
 from async_rlhf.models.weights import checksum, named_weights
+from async_rlhf.run.config import RunConfig
 
 # ---------------------------------------------------------------- stages
 
@@ -398,3 +401,47 @@ def test_sft_continues_a_model_and_learns(tmp_path, make_policy, tokenizer):
     assert run_sft(replace(config, eval=config.train))["eval_perplexity"] < 1.5
     with pytest.raises(ConfigError, match=r"row 1 of train has no prompt \(`query`"):
         run_sft(replace(config, completion_only=True, output_dir=str(tmp_path / "none")))
+
+
+CODE = """
+from dataclasses import replace
+
+from beside_of_stages import SCALE
+from transformers import TrainerCallback
+
+from async_rlhf.algorithms.online_dpo import ONLINE_DPO
+from async_rlhf.config.engines import ENGINES
+
+MINE, ENGINE, Watch = replace(ONLINE_DPO, name="mine"), ENGINES["transformers"], TrainerCallback
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("key", ["algorithm", "callbacks", "train.generation.engine", "environment", "reward_funcs"])
+def test_code_of_the_users_decides_whether_a_run_is_done(tmp_path, key):
+    """Whatever it is, and what it imports beside it; of an older marker, what is noted there."""
+    file, beside = tmp_path / "mine.py", tmp_path / "beside_of_stages.py"
+    file.write_text(CODE)
+    beside.write_text("SCALE = 1\n")
+    name = f"{file}:{ {'algorithm': 'MINE', 'callbacks': 'Watch'}.get(key, 'ENGINE') }"
+    words = ["--model=m", "--data.train=p", f"--train.output_dir={tmp_path / 'out'}", "--reward_model=r"]
+    words += [f"--{key}={name}" if key not in ("callbacks", "reward_funcs") else f'--{key}=["{name}"]']
+    words += ["--train.generation.max_turns=2"] if key == "environment" else []
+    config, _ = parse(RunConfig, "train", words)
+    train_stage(config).publish_files({}, {"score": 1.0})
+    assert train_stage(config).done() == {"score": 1.0}
+    for path in (file, beside):
+        before = path.read_text()
+        path.write_text(f"{before}# another\n")
+        with pytest.raises(ConfigError, match=rf"\n  {key}: was .*mine\.py:.*\(.* in xxh3:.*\), is .* in xxh3:"):
+            train_stage(config).done()
+        path.write_text(before)
+    assert train_stage(config).done() == {"score": 1.0}
+    marker = train_stage(config).marker
+    found = json.loads(marker.read_text())
+    assert found["inputs"].pop(key)
+    marker.write_text(json.dumps(found))
+    assert train_stage(config).done() == {"score": 1.0}
+    if key == "callbacks":
+        with pytest.raises(ConfigError, match=r"\n  callbacks: was .*mine\.py:Watch.*, is"):
+            train_stage(replace(config, callbacks=[])).done()

@@ -21,7 +21,7 @@ from async_rlhf.studies.sweep.config import SweepConfig
 from async_rlhf.studies.sweep.pictures import draw, picture
 from async_rlhf.studies.sweep.results import Summary, summaries, table
 from async_rlhf.studies.sweep.running import Job, run_jobs
-from async_rlhf.studies.sweep.trials import trials_of
+from async_rlhf.studies.sweep.trials import trials_of, unlike
 
 REWARD = f"{tiny.__file__}:count_letters"
 
@@ -86,6 +86,27 @@ def test_a_grid_has_every_combination_and_seed(make_sweep):
     assert last.run.train.learning_rate == 1e-4
     assert last.setting == {"train.learning_rate": "0.0001", "algorithm": "ppo", "train.staleness": "4"}
     assert len({one.folder for one in found}) == len(found)
+
+
+def test_keys_in_which_settings_differ_and_that_none_sets_are_listed(make_sweep, tmp_path):
+    """An algorithm of the user's on OnlineConfig against GRPO: another penalty, and a KL term."""
+    text = "from async_rlhf.algorithms.reinforce import RLOO\nfrom async_rlhf.config import OnlineConfig\n"
+    text += "from async_rlhf.algorithms.record import Algorithm\n"
+    text += 'MINE = Algorithm("mine", OnlineConfig, RLOO.credit, RLOO.loss)\n'
+    (tmp_path / "mine.py").write_text(text)
+    axis = {"mine": {"algorithm": f"{tmp_path / 'mine.py'}:MINE"}, "grpo": {"algorithm": "grpo"}}
+    base = make_sweep().base
+    del base["train"]["non_eos_penalty"]
+    config = make_sweep(base=base, grid={"a": axis, "train.staleness": [0, 2]}, baseline={})
+    found = dict(line.split(": ", 1) for line in unlike(config, trials_of(config)))
+    assert found["train.non_eos_penalty"] == "true (mine/0, mine/2); false (grpo/0, grpo/2)"
+    assert found["train.kl.coef"] == "no such key (mine/0, mine/2); 0.04 (grpo/0, grpo/2)"
+    assert not {"algorithm", "train.staleness", "train.seed", "train.output_dir", "train.batch_size"} & found.keys()
+    axis["mine"]["train.non_eos_penalty"] = False
+    config = make_sweep(base=base, grid={"a": axis}, baseline={})
+    assert "train.non_eos_penalty" not in dict(line.split(": ", 1) for line in unlike(config, trials_of(config)))
+    config = make_sweep()
+    assert unlike(config, trials_of(config)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rlhf.generation.episodes.environment import Message
 from async_rlhf.generation.episodes.requests import RefusedError, Settings
+from async_rlhf.system.files import from_json
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -108,14 +109,16 @@ class Endpoint:
                 401, "invalid_api_key", "must be the api_key that the agent was given, while its episode lasts"
             )
         try:
-            asked = await request.json()
+            asked = await request.json(loads=from_json)
             client.settings.check(asked)
             answering = client.answer(asked["messages"], asked.get("tools") or ())
             message, reason, read, written = await answering
         except RefusedError as error:
             return _refused(400, error.code, str(error))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             return _refused(400, "invalid_request", f"{type(error).__name__}: {error}")
+        except Exception as error:  # of any kind: it ends the run, which tells of it; aiohttp would print its traceback
+            return _refused(500, "server_error", f"the policy could not answer: {type(error).__name__}: {error}")
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         head = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": client.model}
         if asked.get("stream"):

@@ -196,10 +196,11 @@ class Player:
             what = f"was not done after {self._limits.step_timeout:g} s (generation.step_timeout)"
         kind, frames = "agent" if self.spec.is_agent else "environment", frames_of(error)
         place = f"(row {episode.prompt.row}, turn {len(episode.turns)})"
-        message = f"the {kind} {self.spec.environment.name} {what} {place}{last_place(frames)}"
+        message, own = f"the {kind} {self.spec.environment.name} {what} {place}", last_place(frames)
         if not self.spec.skip:
-            raise EpisodeError(message, frames) from error
-        logger.warning("WARNING: %s; the episode has no reward", message)
+            hint = "reward_errors: skip goes on without the episode's reward"
+            raise EpisodeError(f"{message}; {hint}{own}", frames) from error
+        logger.warning("WARNING: %s%s; the episode has no reward", message, own)
         await self._sampled(episode, ask)
         episode.fail()
 

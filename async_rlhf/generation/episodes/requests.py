@@ -9,6 +9,7 @@ from typing import Any
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.system.files import from_json
 
 _UNREAD = (
     *("model", "messages", "tools", "stream", "stream_options", "user", "metadata", "store", "service_tier"),
@@ -132,7 +133,7 @@ def _is_call(call: Any) -> bool:
         return False
     arguments = found.get("arguments")
     try:
-        return isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, Mapping)
+        return isinstance(from_json(arguments) if isinstance(arguments, str) else arguments, Mapping)
     except ValueError:
         return False
 

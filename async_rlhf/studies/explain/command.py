@@ -21,7 +21,7 @@ from async_rlhf.generation.placement import shared_cores
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.folder import Checkpoints, batch_of
-from async_rlhf.run.record import ENVIRONMENT
+from async_rlhf.run.record import ENVIRONMENT, starts_of
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.explanation import explained, number
@@ -131,9 +131,8 @@ def _require_answers(config: ExplainConfig, part: Part) -> None:
 
 
 def _require_one_rank(run: Path, original: RunConfig) -> None:
-    path, ranks = run / ENVIRONMENT, original.train.parallel.ranks
-    starts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    most = max([ranks, launched_ranks(), *(int(start.get("ranks", 1)) for start in starts)])
+    noted = [start.get("ranks") for start in starts_of(run / ENVIRONMENT) or ()]
+    most = max([original.train.parallel.ranks, launched_ranks(), *(one for one in noted if isinstance(one, int))])
     if most > 1:
         raise ConfigError(
             f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one "

@@ -6,8 +6,8 @@ left out, and :attr:`ReadRun.problems` says so.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -20,11 +20,15 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.callbacks import TRAINER_STATE
+from async_rlhf.run.episodes import conversation
 from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, refuse_second
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, without_text_arguments
 from async_rlhf.studies.report.charts import Series
+from async_rlhf.system.files import from_json
 from async_rlhf.system.lock import InUseError
 
+_NAMED = 5
+"""Names of values that are left out."""
 State = Literal["running", "finished", "interrupted"]
 EVALUATION = "evaluation.json"
 FREE_FORM = ("generation.vllm.options", "ray.runtime_env", "parallel.deepspeed")
@@ -158,7 +162,7 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
         [row for row in lines if any(key.startswith("eval_") for key in row) is held] for held in (False, True)
     )
     config = _config(folder, problems)
-    samples, eval_samples = (list(json_lines(folder / file, problems)) for file in (SAMPLES, EVAL_SAMPLES))
+    samples, eval_samples = (list(json_lines(folder / file, problems, _SAMPLE)) for file in (SAMPLES, EVAL_SAMPLES))
     starts, traces = _starts(folder, problems), traces_of(folder)
     if not traces:
         problems.append("trace.json is missing: there is no timeline")
@@ -170,13 +174,18 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
 def read_evaluation(folder: Path) -> Evaluation | None:
     """An evaluation's folder; None if there is none, or it is not whole."""
     try:
-        found = _from_json((folder / EVALUATION).read_text(encoding="utf-8"))
-        config, results = found.get("config", {}), found["results"]
+        found = from_json((folder / EVALUATION).read_text(encoding="utf-8"))
+        config, results = fitted(found.get("config"), {"": _is_text}, []) or {}, fitted(found["results"], _RESULTS, [])
+        results = {"reference": "", "reference_response": None, **results}
+        results["models"] = {
+            name: {key: one for key, one in figures.items() if isinstance(one, dict) == bool(_HAS_INTERVAL.search(key))}
+            for name, figures in results["models"].items()
+        }
         if not results["models"]:
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Evaluation(folder, config, results, list(json_lines(folder / SAMPLES, [])))
+    return Evaluation(folder, config, results, list(json_lines(folder / SAMPLES, [], _SAMPLE)))
 
 
 def evaluations_of(runs: Sequence[ReadRun], folders: Sequence[Path] = ()) -> list[Evaluation]:
@@ -199,35 +208,99 @@ def of_runs(evaluation: Evaluation, runs: Sequence[ReadRun]) -> dict[str, str]:
     return found
 
 
-def _from_json(text: str, **how: Any) -> Any:
-    """The value of a JSON text. Raises ValueError, also for one that is nested more deeply than Python can read."""
+def _is_there(value: Any) -> bool:
+    return value is not None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e300
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether it is a number, or one with its interval."""
+    ends = [value.get(name) for name in ("low", "estimate", "high")] if isinstance(value, dict) else [value]
+    return all(map(_is_number, ends))
+
+
+def _is_conversation(value: Any) -> bool:
     try:
-        return json.loads(text, **how)
-    except RecursionError as error:
-        raise ValueError("lists or objects are too deep within each other") from error
+        return bool(conversation(value, ()))
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return False
 
 
-def json_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+Shape = Mapping[str, Any] | Callable[[Any], bool]
+"""What a value must be; of a mapping each value, "" for those of all other keys."""
+_METRICS: Shape = {"": _is_number}
+_SAMPLE: Shape = {
+    **dict.fromkeys(("batch", "score", "reference_score"), _is_number),
+    **dict.fromkeys(("row", "sample", "query"), _is_plain),
+    **{"messages": _is_conversation, "metrics": {"": _is_plain}},
+    **{"rewards": lambda value: _is_list(value) and all(one is None or _is_number(one) for one in value)},
+    "models": {"": {"score": _is_number}},
+}
+_START: Shape = {"async_rlhf": {}, "packages": {}, "command": _is_list}
+_FIGURES: Shape = {"": _is_figure}
+_RESULTS: Shape = {
+    **{"reference": _is_plain, "prompts": _is_plain, "notes": _is_list},
+    **{"reference_response": _FIGURES, "models": {"": _FIGURES}},
+}
+_HAS_INTERVAL = re.compile("gold_|win_rate|kl_to")
+
+
+def fitted(value: Any, shape: Shape, lost: list[str], name: str = "") -> Any:
+    """A value without the parts that have not their shape, whose names ``lost`` gets; null has any, and is left out."""
+    fits = isinstance(value, dict) if isinstance(shape, Mapping) else shape(value)
+    if not fits:
+        lost += [name] if value is not None else []
+        return None
+    if not isinstance(shape, Mapping) or not shape:
+        return value
+    parts = {key: fitted(one, shape.get(key, shape.get("", _is_there)), lost, key) for key, one in value.items()}
+    return {key: one for key, one in parts.items() if one is not None}
+
+
+def json_lines(path: Path, problems: list[str], shape: Shape = _METRICS) -> Iterator[dict[str, Any]]:
     """The objects of a file that may still be written; ``problems`` gets what is left out of them."""
     if not path.is_file():
         return
     broken = 0
+    lost: list[str] = []
     not_finite: list[str] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         # A line without an end is still being written, or its writer was killed.
         for line in takewhile(lambda line: line.endswith("\n"), file):
             try:
-                row = _from_json(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
+                row = from_json(line, parse_constant=not_finite.append)  # which gives None for NaN and Infinity
             except ValueError:
                 row = None
             if isinstance(row, dict):
-                yield {key: value for key, value in row.items() if value is not None} if not_finite else row
+                yield fitted(row, shape, lost)
             else:
                 broken += 1
     if broken:
         problems.append(f"{path.name}: {broken} lines are not JSON objects and are left out")
     if not_finite:
         problems.append(f"{path.name}: {len(not_finite)} values are NaN or infinite and are left out")
+    problems += _of_wrong_types(path, lost)
+
+
+def _of_wrong_types(path: Path, lost: Sequence[str]) -> list[str]:
+    names = ", ".join(sorted({*lost})[:_NAMED])
+    message = f"{path.name}: {len(lost)} values are of another type than a run writes and are left out ({names})"
+    return [message] if lost else []
 
 
 def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -245,7 +318,10 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
 def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     path = folder / ENVIRONMENT
     with _noting(path, "versions and starts are not known", problems):
-        return [one for one in _from_json(path.read_text(encoding="utf-8")) if isinstance(one, dict)]
+        lost: list[str] = []
+        found = [fitted(one, _START, lost, "start") for one in from_json(path.read_text(encoding="utf-8"))]
+        problems += _of_wrong_types(path, lost)
+        return [one for one in found if one is not None]
     return []
 
 
@@ -265,7 +341,7 @@ def _state(run: ReadRun, ended: bool) -> State:
     except InUseError:
         return "running"
     try:
-        saved = _from_json((run.folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
+        saved = from_json((run.folder / FINAL / TRAINER_STATE).read_text(encoding="utf-8"))
         whole = saved["global_step"] >= run.batches
     except (OSError, ValueError, KeyError, TypeError):
         whole = (run.folder / FINAL).is_dir()
@@ -286,7 +362,7 @@ def _spans(path: Path) -> Iterator[Span]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                event = _from_json(line.rstrip().rstrip(","))
+                event = from_json(line.rstrip().rstrip(","))
                 kind, details = event["ph"], event.get("args", {})
                 if kind == "M":
                     tracks[event["tid"]] = str(details["name"])
@@ -296,7 +372,7 @@ def _spans(path: Path) -> Iterator[Span]:
                 start, seconds = event["ts"] / 1e6, event["dur"] / 1e6 if kind == "X" else 0.0
                 version = int(details.get("version", 0))
                 track, batch = tracks.get(event["tid"], ""), int(details.get("batch", 0))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 continue
             first = start if first is None else first
             yield Span(track, str(event["name"]), start - first, start - first + seconds, max(batch, 0), why, version)

@@ -17,7 +17,7 @@ from async_rlhf.studies.sweep.one_trial import POLICY, run_start, run_trial, sta
 from async_rlhf.studies.sweep.pictures import draw
 from async_rlhf.studies.sweep.results import Results, summaries, table
 from async_rlhf.studies.sweep.running import Job, Outcome, run_alone, run_jobs
-from async_rlhf.studies.sweep.trials import Trial, labels_of, trials_of
+from async_rlhf.studies.sweep.trials import Trial, labels_of, trials_of, unlike
 from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.files import write_file
 from async_rlhf.system.lock import hold
@@ -44,6 +44,11 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
     """
     trials = trials_of(config)
     check_trials(trials)
+    if differences := unlike(config, trials):
+        why = "set a key in base, or in each setting, to have it alike"
+        logger.warning(
+            "WARNING: settings differ in keys that the sweep does not set; %s:\n  %s", why, "\n  ".join(differences)
+        )
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     ours = share_of(trials, config.share)

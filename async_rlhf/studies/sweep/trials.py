@@ -7,7 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,23 @@ def trials_of(config: SweepConfig) -> list[Trial]:
     twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
     require(not twice, "settings", twice[:1], "must differ from each other: two settings have the same name")
     return sorted(found, key=lambda one: config.seeds.index(one.seed))
+
+
+def unlike(config: SweepConfig, trials: Sequence[Trial]) -> list[str]:
+    """The keys in which the settings differ and which none of them sets, with their values: algorithms have defaults of
+    their own.
+    """
+    said = {name for _, keys in settings_of(config) for name in keys} | {*RESERVED}
+    runs = {"/".join(one.setting.values()): dotted(asdict(one.run)) for one in trials}
+    found = []
+    for name in dict.fromkeys(name for run in runs.values() for name in run):
+        if not any(f"{name}.".startswith(f"{each}.") for each in said):
+            values: dict[str, list[str]] = {}
+            for setting, run in runs.items():
+                values.setdefault(label_of(run[name]) if name in run else "no such key", []).append(setting)
+            text = "; ".join(f"{value} ({', '.join(those)})" for value, those in values.items())
+            found += [f"{name}: {text}"] if len(values) > 1 else []
+    return found
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
