@@ -118,7 +118,7 @@ class RowReader:
         """
         if is_chat(value):
             return self._prompt(as_messages(_asked(value, place, column), place), place, row or {})
-        return _as_written(_text(value, place), row or {}, place)
+        return self._as_written(_text(value, place), row or {}, place)
 
     def messages(self, value: Any, place: str, row: Mapping[str, Any], column: str = "") -> list[Message] | None:
         """The messages that :meth:`prompt` spells; None of a text that no command has written of a chat."""
@@ -242,7 +242,7 @@ class RowReader:
         if is_chat(response):
             raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
         text = _text(prompt, f"{place.partition(': `')[0]}: `prompt`")
-        return _as_written(text, row, place), _text(response, place)
+        return self._as_written(text, row, place), _text(response, place)
 
     def _prompted(self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]) -> tuple[str, str]:
         """The texts of a prompt and its one answer."""
@@ -258,6 +258,14 @@ class RowReader:
 
     def _answer(self, messages: Sequence[Message], answer: Message, place: str, row: Mapping[str, Any]) -> str:
         return self._said(place, self._written_by(row, place).answer, messages, answer)
+
+    def _as_written(self, text: str, row: Mapping[str, Any], place: str) -> str:
+        """The prompt of a row, which a command may have written of a chat."""
+        if kept_chat(row, place):
+            return Rendered(text)
+        if self.tokenizer is not None and text:
+            self.template.warn_of_plain()
+        return text
 
     def _written_by(self, row: Mapping[str, Any], place: str) -> ChatTemplate:
         if self.tokenizer is None or not self.template.exists:
@@ -480,11 +488,6 @@ def _text(value: Any, place: str) -> str:
         )
     require_unicode(value, place)
     return value
-
-
-def _as_written(text: str, row: Mapping[str, Any], place: str) -> str:
-    """The prompt of a row, which a command may have written of a chat."""
-    return Rendered(text) if kept_chat(row, place) else text
 
 
 def _chat(value: Any, place: str) -> Sequence[Mapping[str, Any]]:

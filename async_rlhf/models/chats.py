@@ -595,6 +595,14 @@ class ChatTemplate:
             return f" ({error})"
         return ""
 
+    def warn_of_plain(self) -> None:
+        """Say once that prompts are plain text, for which the template is not used."""
+        if self.exists:
+            self._warn(
+                "is not used for prompts that are plain text. A server writes such a text as a user's message, so for "
+                'a chat model give chats: [{"role": "user", "content": "..."}]'
+            )
+
     def _warn(self, what: str) -> None:
         if (str(self.tokenizer.chat_template), what) not in _WARNED:
             _WARNED.add((str(self.tokenizer.chat_template), what))

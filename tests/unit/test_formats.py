@@ -405,3 +405,29 @@ def test_the_better_side_of_a_pair_may_have_been_cut_off(chatting):
         (pair,) = encode_pairs([cut], template, 100, "train")[0]
         assert chatting.decode(pair.chosen) == f"ait is tw{ends}"
         assert chatting.decode(pair.rejected) == "ano<eos>"
+
+
+@pytest.mark.parametrize(
+    ("read", "row"),
+    [
+        ("prompt", "a"),
+        ("demonstrations", {"prompt": "a", "completion": "b"}),
+        ("demonstrations", {"query": "a", "query_reference_response": "a b"}),
+        ("preferences", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ],
+)
+def test_prompts_outside_the_template_of_a_chat_model_are_said_once(caplog, monkeypatch, chatting, read, row):
+    monkeypatch.setattr("async_rlhf.models.chats._WARNED", set())
+
+    def said(tokenizer, row) -> list[str]:
+        caplog.clear()
+        for _ in range(2):
+            reader = RowReader(tokenizer, "data")
+            list(getattr(reader, read)([row])) if isinstance(row, dict) else reader.prompt(row, "row")
+        return [record.getMessage() for record in caplog.records]
+
+    assert said(byte_tokenizer(), row) == []
+    if isinstance(row, dict) and "prompt" in row:
+        assert said(chatting, {**row, "prompt_messages": [{"role": "user", "content": "a"}]}) == []
+    (notice,) = said(chatting, row)
+    assert "the chat template is not used for prompts that are plain text" in notice
