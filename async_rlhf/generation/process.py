@@ -59,7 +59,9 @@ class ProcessGenerator(RemoteGenerator):
         shared = policy.device.type == "cuda" and devices == {f"cuda:{policy.device.index or 0}"}
         self.spec = ModelSpec.for_workers(config, policy, self.parallel, "cpu", generation.num_threads)
         kind = DeviceRing if shared else SnapshotRing
-        self.ring = kind.for_model(policy, self.spec.dtype, config.snapshots, adapters_only, self.parallel)
+        # Adapters stay on the host, where vLLM reads them.
+        on_gpus = not adapters_only and all(device.startswith("cuda") for device in devices)
+        self.ring = kind.for_model(policy, self.spec.dtype, config.snapshots, adapters_only, self.parallel, on_gpus)
         architecture = self.spec.model_class
         if architecture.__module__ == "__main__":
             raise ConfigError(

@@ -73,7 +73,10 @@ class ServerGenerator(RemoteGenerator):
                 raise ConfigError(f"generation.weights_dir: {str(folder)!r} cannot be made: {error}") from error
             self.transports: list[Any] = [_FolderTransport(snapshots) for _ in described]
         else:
-            snapshots = SnapshotRing.for_model(policy, dtype, config.snapshots, parallel=self.parallel)
+            on_gpus = all(process["device"] == "cuda" for processes in described for process in processes)
+            snapshots = SnapshotRing.for_model(
+                policy, dtype, config.snapshots, parallel=self.parallel, read_on_gpus=on_gpus
+            )
             self.transports = [
                 _NetworkTransport(snapshots, url, len(processes), _device(policy.device, processes))
                 for url, processes in zip(generation.urls, described, strict=True)
@@ -132,7 +135,7 @@ class _NetworkTransport:
             return []
 
         async def receive() -> list[dict[str, str]]:
-            digests = await client.receive(sender.invitation(specs))
+            digests = await client.receive({**sender.invitation(specs), "folded": self._snapshots.folded})
             if not all(digests):
                 raise ServerGoneError("was restarted, and knows nothing of the connection to it")
             return digests
@@ -346,10 +349,10 @@ class ServerWorker(Worker):
         # Tokens that another run has under way must no longer count as drawn by that run's weights.
         await client.pause()
         await client.set_weight_version(f"{self._prefix}loading")
-        for found in await self._transport.load(client, version):  # one answer for each of the server's processes
-            wrong = differing(found, expected)
-            if wrong:
-                raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")
+        # Each of the server's processes answers with the checksums of its share of the tensors.
+        found = {name: one for share in await self._transport.load(client, version) for name, one in share.items()}
+        if wrong := differing(found, expected):
+            raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")
         await client.forget_cached()
         await client.set_weight_version(f"{self._prefix}{version}")
         await client.resume()

@@ -1,4 +1,4 @@
-"""The newest version of the weights, copied to a generator's GPU while it still samples with an older one."""
+"""The next version of the weights, copied to a generator's GPU while it still samples with an older one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPARE = 1 << 30
 
 
 class StagedWeights:
-    """Numbered weights of which the newest lie on the GPU, where there is room for them beside the engine.
+    """Numbered weights of which the next lie on the GPU, where there is room for them beside the engine.
 
     To load a version is then a copy within the GPU, which takes milliseconds, between two steps. It comes there by
     itself, from pinned memory and on a stream of its own: neither the host nor a step of the engine waits for it.
@@ -39,17 +39,27 @@ class StagedWeights:
         """The version published last."""
         return self._weights.newest
 
-    def stage(self, held: int) -> None:
-        """Begin to copy the newest version unless it is here or the engine holds it. Returns at once."""
-        newest = self.newest
-        if self._memory is None or newest in (-1, held, self._version):
+    @property
+    def has_room(self) -> bool:
+        """Whether a version can wait on the GPU."""
+        return self._memory is not None
+
+    def stage(self, held: int, newest: bool) -> None:
+        """Begin to copy the version that is asked for next, unless it is here or the engine holds it. Returns at once.
+
+        Args:
+            held: by the engine.
+            newest: the newest is taken next, as in flight; else the one after ``held``, however many there are.
+        """
+        following = self.newest if newest else min(self.newest, held + 1)
+        if self._memory is None or following in (-1, held, self._version):
             return
         # What the engine was told to read of the version before comes first.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._memory.copy_(self._weights.slot(newest), non_blocking=True)
+            self._memory.copy_(self._weights.slot(following), non_blocking=True)
             self._ready.record(self._stream)
-        self._version = newest
+        self._version = following
 
     def views(self, version: int) -> Mapping[str, Tensor]:
         """The tensors of a version: on the GPU, if it was copied there."""

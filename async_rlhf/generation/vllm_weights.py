@@ -35,21 +35,27 @@ class SnapshotLoader:
     """Methods that ``async-rlhf serve`` adds to the workers of a vLLM server (``--worker-extension-cls``)."""
 
     def load_snapshot(self, path: str) -> dict[str, str]:
-        """Load a file that the learner has published. Returns the digest of each tensor."""
-        return load_weights(self, load_file(Path(path)).items())
+        """Load a file that the learner has published. Returns the digests of this process's share of the tensors."""
+        return load_weights(self, load_file(Path(path)).items(), share=self._share())
+
+    def _share(self) -> tuple[int, int]:
+        """Which of the server's processes this is, and how many there are."""
+        return self.rank, self.vllm_config.parallel_config.world_size  # type: ignore[attr-defined]  # of vLLM's worker
 
     def receive_snapshot(self, invitation: str) -> dict[str, str]:
-        """Load what the learner sends. Returns the digest of each tensor; none if the learner has to connect anew.
+        """Load what the learner sends. Returns the digests of this process's share of the tensors; none if the learner
+        has to connect anew.
 
         Args:
-            invitation: JSON of :meth:`~async_rlhf.generation.broadcast.Sender.invitation`.
+            invitation: JSON of :meth:`~async_rlhf.generation.broadcast.Sender.invitation`, and whether checksums are
+                ``folded``.
         """
         fields = json.loads(invitation)
         device = torch.device("cuda" if fields["backend"] == "nccl" else "cpu")
         rank = self.rank + 1  # type: ignore[attr-defined]  # of vLLM's worker
         receiver = self.__dict__.setdefault("async_rlhf_receiver", Receiver())
         tensors = receiver.receive(fields, rank, device)
-        return {} if tensors is None else load_weights(self, tensors)
+        return {} if tensors is None else load_weights(self, tensors, fields["folded"], self._share())
 
     def describe_model(self) -> dict[str, Any]:
         """The architecture, and how it is computed."""

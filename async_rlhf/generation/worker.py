@@ -47,6 +47,8 @@ from async_rlhf.system.errors import UserCodeError
 from async_rlhf.system.random_state import seed_all
 from async_rlhf.types import Prompt, Sample, drawn_versions
 
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS = 0.001
 
 
@@ -83,7 +85,11 @@ class RequestHandler:
         if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
             weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
             if spec.engine == "vllm" and spec.adapter is None and spec.gpus == 1 and weights.folded:
-                self.weights = self._staged = StagedWeights(weights, torch.device(spec.device))
+                # By its number here: the process may see its own GPU alone, as the first.
+                device = torch.device("cuda", torch.cuda.current_device())
+                self.weights = self._staged = StagedWeights(weights, device)
+                where = "on the GPU" if self._staged.has_room else "in the host's memory, as the GPU has no room for it"
+                logger.info("generator: the next version of the weights waits %s", where)
         self.sampler = EpisodeSampler(self.engine, heartbeat=self._alive)
         self._heartbeat = heartbeat
         self.engine.heartbeat_with(self._alive)
@@ -94,7 +100,7 @@ class RequestHandler:
         """Give a sign of life, between two steps of the engine."""
         self._heartbeat()
         if self._staged is not None:
-            self._staged.stage(self.engine.version)
+            self._staged.stage(self.engine.version, newest=self.engine.refresh is not None)
 
     def answer(self, request: Request) -> Reply:
         """Load the weights and sample."""

@@ -409,16 +409,26 @@ class SnapshotRing(Snapshots):
 
     @classmethod
     def for_model(
-        cls, model: nn.Module, dtype: torch.dtype, slots: int, adapters_only: bool = False, parallel: Parallel = ALONE
+        cls,
+        model: nn.Module,
+        dtype: torch.dtype,
+        slots: int,
+        adapters_only: bool = False,
+        parallel: Parallel = ALONE,
+        read_on_gpus: bool = True,
     ) -> SnapshotRing:
-        """A ring that fits the model's weights, its parameters rounded to ``dtype``."""
+        """A ring that fits the model's weights, its parameters rounded to ``dtype``.
+
+        Checksums are computed on GPUs if the model and all readers are there: on cores
+        :func:`~async_rlhf.models.weights.fold` is slow.
+        """
         specs, slot_bytes = layout(weights_of(model, adapters_only, parallel, dtype))
         memory, fd = cls._allocated(ALIGNMENT + slot_bytes * slots, model)
         ring = cls(specs, slot_bytes, slots, memory, fd, adapters_only, dtype)
         ring._version[0] = -1
         if fd >= 0 and parallel.device_of(model).type == "cuda":
             ring.pin(memory)
-            ring.folded = True
+            ring.folded = read_on_gpus
         return ring
 
     @staticmethod

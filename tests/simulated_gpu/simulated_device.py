@@ -401,6 +401,8 @@ class SimulatedStream:
     def __init__(self, device: Any = None, at_once: bool = False) -> None:
         self.pending: list[Callable[[], Any]] = []
         self.index = 0 if device is None else torch.device(device).index or 0
+        if self.index >= GPUS:
+            raise RuntimeError("CUDA error: invalid device ordinal")
         self._at_once = at_once
 
     def wait_event(self, event: SimulatedEvent) -> None:

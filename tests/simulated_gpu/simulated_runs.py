@@ -9,9 +9,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +34,7 @@ from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.generation import process, worker
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.protocol import SamplingParams
+from async_rlhf.generation.staging import StagedWeights
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models import packing, weights
@@ -272,8 +276,11 @@ def path_of_weights(room: int = 80 * 10**9) -> PathOfWeights:
         own = pickle.loads(ForkingPickler.dumps(ring))
         spec = replace(ModelSpec.for_workers(args, policy, ALONE, "cuda:1", 1), engine="vllm")
         patch.setattr(
-            worker, "make_engine", lambda spec, params: make_engine(replace(spec, engine="transformers"), params)
+            worker,
+            "make_engine",
+            lambda spec, params: make_engine(replace(spec, engine="transformers", device="cuda:0"), params),
         )
+        patch.setattr(simulated_device, "GPUS", 1)  # as in a process that CUDA_VISIBLE_DEVICES gives the second alone
         handler = RequestHandler(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
         pinned = own.memory.data_ptr() in simulated_device.SimulatedRuntime.pinned
         handler.load(0)
@@ -298,6 +305,85 @@ def path_of_weights(room: int = 80 * 10**9) -> PathOfWeights:
         for found in (staging.copies, staging.waits)
     )
     return PathOfWeights(len(expected), sizes, copies, waits, pinned, later)
+
+
+def staged_beside_a_faster_learner() -> list[tuple[int, dict[str, int]]]:
+    """S = 2, and the generator is the slower side: for each version that it loads in turn, which one waited on its GPU,
+    and the bytes that came over the bus when it was loaded.
+    """
+    policy, found = new_policy().to("cuda:0"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * 10**9, 80 * 10**9))
+        ring = snapshots.SnapshotRing.for_model(policy, torch.bfloat16, 3)
+        staged = StagedWeights(pickle.loads(ForkingPickler.dumps(ring)), torch.device("cuda:0"))
+        for version in range(5):
+            ring.publish(policy, version, ALONE)
+            if version < 2:
+                continue
+            held = version - 2  # the generator still samples with it, while the learner is two versions ahead
+            staged.stage(held, newest=False)
+            waiting = staged._version
+            with traffic() as there:
+                for tensor in staged.views(held + 1).values():
+                    tensor.to("cuda:0")
+            found.append((waiting, dict(there.to_device)))
+        staged.stage(0, newest=True)
+        assert staged._version == 4, "in flight the newest is taken next"
+    ring.close()
+    return found
+
+
+class Taking(torch.nn.Module):
+    """Stands in for vLLM's model: it takes tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weight.data.fill_(float(sum(1 for _ in tensors)))
+
+
+def server_takes_what_was_published(processes: int) -> list[tuple[int, int]]:
+    """The learner and the server are on GPUs, and the weights come over the network. For each process of the server the
+    number of checksums that it gives, and of tensors in all.
+
+    vLLM is not there: its loader is replaced by :class:`Taking`.
+    """
+    names = ("vllm", "vllm.config", "vllm.model_executor", "vllm.model_executor.model_loader")
+    stand_ins = {name: ModuleType(name) for name in (*names, "vllm.model_executor.model_loader.reload")}
+    stand_ins["vllm.config"].set_current_vllm_config = lambda config: nullcontext()
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        setattr(stand_ins["vllm.model_executor.model_loader.reload"], name, lambda *given: None)
+    policy, counts = new_policy().to("cuda:0"), []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in stand_ins.items():
+            patch.setitem(sys.modules, name, module)
+        from async_rlhf.generation import vllm_weights
+
+        ring = snapshots.SnapshotRing.for_model(policy, torch.bfloat16, 2)
+        ring.publish(policy, 0, ALONE)
+        patch.setattr(vllm_weights.Receiver, "receive", lambda *given: iter(ring.views(0).items()))
+        invitation = json.dumps({"backend": "tcp", "folded": ring.folded})
+        merged = {}
+        for rank in range(processes):
+            loader = vllm_weights.SnapshotLoader()
+            held = SimpleNamespace(model=Taking())
+            runner = SimpleNamespace(get_model=partial(getattr, held, "model"), reset_lora_state=lambda: None)
+            parallel = SimpleNamespace(world_size=processes)
+            model_config = SimpleNamespace(hf_text_config=policy.config, dtype=torch.bfloat16)
+            vars(loader).update(
+                rank=rank,
+                device=torch.device("cuda:0"),
+                model_runner=runner,
+                vllm_config=SimpleNamespace(parallel_config=parallel, model_config=model_config),
+            )
+            share = loader.receive_snapshot(invitation)
+            counts.append((len(share), len(ring.specs)))
+            merged |= share
+        assert merged == ring.published[0], "the learner would refuse what the server took"
+    ring.close()
+    return counts
 
 
 def publish_float32(kind: str, folder: Path) -> Published:
