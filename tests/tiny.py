@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,6 +41,12 @@ def rare(*values: object) -> Any:
 def rare_unless(kept: Callable[[int], bool], cases: Iterable[Sequence[object]]) -> list[Any]:
     """The values of a test's parameters. Those whose number is not kept are breadth, for ``make test-rare``."""
     return [pytest.param(*case) if kept(i) else rare(*case) for i, case in enumerate(cases)]
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of tests that is called as the package is has no origin."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def json_rows(path: str | Path) -> list[dict[str, Any]]:
