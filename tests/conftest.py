@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from tiny import PROMPTS, byte_tokenizer, is_installed, new_args, new_policy, new_reward_model
+from tiny import PROMPTS, THREADS, byte_tokenizer, is_installed, new_args, new_policy, new_reward_model
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf.config import OnlineConfig
@@ -96,10 +96,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def same_threads():
     """Two threads may add in another order than one; bitwise comparisons need the same number everywhere."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(before)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 import transformers as hf
 from tiny import LLAMA_SIZES
@@ -49,3 +53,24 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def in_float64(*modules: nn.Module) -> Iterator[None]:
+    """Computes all in float64, also what is said in float32: processors differ in its last digits alone, and a bound that
+    is far above these is still far below any fault.
+    """
+    for module in modules:
+        module.double()
+        if isinstance(module, hf.PreTrainedModel) and module.config.model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
+            module.set_experts_implementation("eager")  # the others have no float64
+    before = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", lambda tensor: tensor.double())
+        for name in ("float", "float32"):
+            patch.setattr(torch, name, torch.float64)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -21,6 +21,8 @@ from async_rlhf.rewards.functions import call_reward_functions, function_name, n
 from async_rlhf.types import Prompt, Sample
 
 Model = TypeVar("Model", bound=hf.PreTrainedModel)
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
+"""Of tests, their runs and the processes that they start: in the environment, so that all have the same number."""
 LLAMA_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -191,9 +193,9 @@ def new_args(
         "max_prompt_length": 32,
         "non_eos_penalty": False,
         "progress": False,
-        "num_threads": 1,
+        "num_threads": THREADS,
         "save_steps": 0,
-        "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
+        "generation": GenerationConfig(**{"response_length": 12, "num_threads": THREADS, **(generation or {})}),
     }
     return find(algorithm).config(**values | changes)
 
