@@ -57,8 +57,8 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @contextmanager
 def in_float64(*modules: nn.Module) -> Iterator[None]:
-    """Computes all in float64, also what is said in float32: processors differ in its last digits alone, and a bound that
-    is far above these is still far below any fault.
+    """Within, all is computed in float64, also what is said in float32: processors differ in its last digits alone, and
+    a bound that is far above these is still far below any fault.
     """
     for module in modules:
         module.double()

@@ -1,7 +1,7 @@
 """Golden runs: the losses of tiny trainings and supervised stages, stored. A refactor must not move them.
 
-They compute in float64, and so do the first weights: float32 that is drawn differs between processors, and so would what
-is learned.
+They compute in float64, in which the first weights are drawn, too: in float32 these differ between processors, and so
+would all that is learned from them.
 
 After a change that is meant to move them:  python -m pytest tests/golden --update-golden
 """

@@ -164,7 +164,7 @@ def computed(
 
 
 def difference(mine: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, float]:
-    """Of numbers and of gradients, as parts of their sizes: of the largest alone, how one sum is rounded would decide."""
+    """Of numbers and of gradients, as parts of their norms, which the rounding of a single sum does not decide."""
     assert mine.keys() == right.keys()
     found = []
     for names in ({"numbers"}, right.keys() - {"numbers"}):
