@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from families import in_float64
+from families import doubled, in_float64
 from tiny import LLAMA_SIZES, all_drawn
 
 from async_rlhf.config import ConfigError, GenerationConfig
@@ -418,12 +418,6 @@ def random_rows(seed: int = 0) -> list[tuple[list[int], int]]:
     return rows
 
 
-def doubled(model):
-    slow = copy.deepcopy(model).double()
-    slow.config._experts_implementation = "eager"  # torch's grouped product has no float64
-    return slow
-
-
 def slow_response_logprobs(model, tokens: list[int], start: int, temperature: float):
     """Lists of log-probabilities and entropies of the tokens from ``start`` on; differentiable, in float64."""
     logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -442,7 +436,7 @@ def slow_response_logprobs(model, tokens: list[int], start: int, temperature: fl
 def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler):
     model, rows = make_model(kind, make_policy), random_rows()
     tokens_BT, mask_BT = right_padded(rows, filler)
-    slow = doubled(model)
+    slow = doubled(copy.deepcopy(model))
     with torch.no_grad():
         for temperature in (0.7, 1.3):
             output = response_logprobs(model, tokens_BT, mask_BT, temperature)
@@ -459,7 +453,7 @@ def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler
 def test_gradient_of_response_logprobs_is_that_of_the_rows_alone(make_policy):
     model, rows = make_model("gpt_neox", make_policy), random_rows(1)
     tokens_BT, mask_BT = right_padded(rows, None)
-    slow = doubled(model)
+    slow = doubled(copy.deepcopy(model))
     logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT
     weights_BT = torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(2)) * mask_BT
     (logprobs_BT * weights_BT).sum().backward()
