@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_780, 30_567, 37_799, 16, 451
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_780, 30_567, 37_839, 16, 451
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_902
 """Of benchmarks/ and scripts/."""
