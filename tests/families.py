@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 import transformers as hf
 from tiny import LLAMA_SIZES
@@ -49,3 +53,29 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def doubled(module: nn.Module) -> nn.Module:
+    """The module in float64."""
+    if isinstance(module, hf.PreTrainedModel) and module.config.model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        module.set_experts_implementation("eager")  # the others have no float64
+    return module.double()
+
+
+@contextmanager
+def in_float64(*modules: nn.Module) -> Iterator[None]:
+    """Within, all is computed in float64, also what is said in float32: processors differ in its last digits alone, and
+    a bound that is far above these is still far below any fault.
+    """
+    for module in modules:
+        doubled(module)
+    before = torch.get_default_dtype()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", lambda tensor: tensor.double())
+        for name in ("float", "float32"):
+            patch.setattr(torch, name, torch.float64)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,8 @@ from async_rlhf.rewards.functions import call_reward_functions, function_name, n
 from async_rlhf.types import Prompt, Sample
 
 Model = TypeVar("Model", bound=hf.PreTrainedModel)
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
+"""Of tests, their runs and the processes that they start: in the environment, so that all have the same number."""
 LLAMA_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -40,6 +43,12 @@ def rare(*values: object) -> Any:
 def rare_unless(kept: Callable[[int], bool], cases: Iterable[Sequence[object]]) -> list[Any]:
     """The values of a test's parameters. Those whose number is not kept are breadth, for ``make test-rare``."""
     return [pytest.param(*case) if kept(i) else rare(*case) for i, case in enumerate(cases)]
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of tests that is called as the package is has no origin."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def json_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -184,9 +193,9 @@ def new_args(
         "max_prompt_length": 32,
         "non_eos_penalty": False,
         "progress": False,
-        "num_threads": 1,
+        "num_threads": THREADS,
         "save_steps": 0,
-        "generation": GenerationConfig(**{"response_length": 12, "num_threads": 1, **(generation or {})}),
+        "generation": GenerationConfig(**{"response_length": 12, "num_threads": THREADS, **(generation or {})}),
     }
     return find(algorithm).config(**values | changes)
 

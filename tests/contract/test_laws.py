@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import in_float64
 from tiny import StopAfter, count_letters, json_rows, rare_unless
 
 from async_rlhf import GRPOConfig, KLConfig, OffPolicyConfig, OnlineConfig
@@ -201,28 +202,34 @@ def test_the_schedule_is_its_own_inverse_and_bounds_the_pipeline():
 
 
 def accumulated_gradients(make_policy, tokenizer, prompts, args: OnlineConfig, algorithm: str):
-    """Of one optimiser step on eight prompts, one of them with equal scores."""
-    value = new_value_model(make_policy(3)) if algorithm == "ppo" else None
-    if value is not None:
-        torch.nn.init.normal_(value.score.weight, generator=torch.Generator().manual_seed(0))
-    learner = Learner(make_policy(), make_policy(7), find(algorithm), args, value)
+    """Of one optimiser step on eight prompts, one of them with equal scores; in float64, once they are sampled."""
+    policy, reference, value = make_policy(), make_policy(7), new_value_model(make_policy(3))
+    torch.nn.init.normal_(value.score.weight, generator=torch.Generator().manual_seed(0))
     sampling = SamplingParams(args.samples_per_prompt, 0.7, 12, (256,), 0)
     drawn = [PromptStream(prompts, tokenizer).prompt(n) for n in range(8)]
     completions = TransformersEngine(make_policy(5), sampling).generate(drawn)
     groups = tuple(Group(p, c) for p, c in zip(drawn, completions, strict=True))
     scored = Scorer(tokenizer, args, None, [count_letters])(Batch(1, 0, groups, 0.0))
     scored.scores_PK[3] = 1.0  # a tie, whose pair must not count
-    experience, _ = learner.annotate(scored)
     captured = {}
 
     def capture(limit: float) -> list[float]:
         captured.update({n: p.grad.clone() for n, p in learner.model.named_parameters() if p.grad is not None})
         return [0.0] * len(learner.optimizer.param_groups)
 
-    learner.parallel.step = capture
-    learner.update(experience, 1)
-    assert captured
+    with in_float64(policy, reference, value):
+        learner = Learner(policy, reference, find(algorithm), args, value if algorithm == "ppo" else None)
+        learner.parallel.step = capture
+        learner.update(learner.annotate(scored)[0], 1)
     return captured
+
+
+def require_same(split: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> None:
+    """But for the last digits of float64."""
+    assert max(g.abs().max() for g in whole.values()) > 1e-3
+    for name, gradient in whole.items():
+        assert gradient.dtype == torch.float64
+        torch.testing.assert_close(split[name], gradient, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("per_device", "accumulation"), [(2, 4), (1, 8), (3, 3)])
@@ -243,9 +250,7 @@ def test_micro_batching_changes_no_gradient(
         return accumulated_gradients(make_policy, tokenizer, prompts, args, algorithm)
 
     whole, split = gradients(8, 1), gradients(per_device, accumulation)
-    assert max(g.abs().max() for g in whole.values()) > 1e-3
-    for name, gradient in whole.items():
-        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=2e-6)
+    require_same(split, whole)
 
 
 @pytest.mark.parametrize(("packing", "tokens"), [(False, 120), (True, 120), (True, 1)])
@@ -269,9 +274,7 @@ def test_passes_that_tokens_limit_change_no_gradient(
     split = gradients(
         per_device_train_batch_size=None, max_tokens_per_pass=tokens, annotate_max_tokens=2 * tokens, packing=packing
     )
-    assert max(g.abs().max() for g in whole.values()) > 1e-3
-    for name, gradient in whole.items():
-        torch.testing.assert_close(split[name], gradient, rtol=1e-4, atol=2e-6)
+    require_same(split, whole)
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
@@ -290,5 +293,4 @@ def test_micro_batching_changes_no_gradient_of_grpo(make_policy, tokenizer, prom
         )
         assert isinstance(args, GRPOConfig)
         found.append(accumulated_gradients(make_policy, tokenizer, prompts, args, "grpo"))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=2e-6)
+    require_same(found[1], found[0])

@@ -236,12 +236,12 @@ import os, signal, sys
 from pathlib import Path
 
 import torch
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
+from tiny import PROMPTS, THREADS, byte_tokenizer, count_letters, new_args, new_policy
 
 from async_rlhf.run import async_checkpoint
 from async_rlhf.run.trainer import OnlineTrainer
 
-torch.set_num_threads(1)
+torch.set_num_threads(THREADS)
 seal = async_checkpoint.seal
 
 

@@ -116,3 +116,9 @@ def test_no_function_outgrows_its_reader():
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= 60
     ]
     assert large == []
+
+
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """They are imported by it alone: ``pytest tests`` refuses a second one."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("*.py") if path.name != "conftest.py"]
+    assert [name for name in names if names.count(name) > 1] == []

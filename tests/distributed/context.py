@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import numpy as np
 import torch
 import torch.distributed as dist
+from families import doubled, in_float64
 from ranks import SMOOTH
 from test_packing import LENGTHS_B, gradients, made, packed, rows
 from tiny import byte_tokenizer, new_args
@@ -52,7 +53,7 @@ def off(ours: Numbers, right: Numbers, together: bool = True) -> float:
 
 def passes(kind: str) -> Iterator[tuple[str, PreTrainedModel, Callable[[ContextGroup], Tensor]]]:
     """Each pass of a model of this kind: what it is called, the model, and what computes its numbers."""
-    policy, critic, head = made(kind), made(kind, values=True), nn.Linear(32, 1)
+    policy, critic, head = doubled(made(kind)), doubled(made(kind, values=True)), nn.Linear(32, 1)
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 32)[None])
     # A row with fewer tokens than ranks, packed rows that the ranks do not divide, and others.
@@ -205,7 +206,8 @@ if __name__ == "__main__":
     folder = Path(options["folder"])
     ranks = start_ranks(new_args(folder, device="cpu", total_episodes=96))
     contexts = {size: ContextGroup.of(ranks, size, 60.0) for size in SIZES}
-    found = {"passes": compare_passes(ranks, contexts), "learners": compare_learners(folder, ranks)}
-    found["scores"] = compare_scores(folder, ranks)
+    with in_float64():
+        found = {"passes": compare_passes(ranks, contexts), "learners": compare_learners(folder, ranks)}
+        found["scores"] = compare_scores(folder, ranks)
     if ranks.is_main:
         (folder / "found.json").write_text(json.dumps(found))

@@ -41,7 +41,7 @@ def launch(runs: list[Any], ranks: int, log: Path, script: Path = SCRIPT) -> For
 def start_ranks(runs: list[Any], options: list[str], log: Path, script: Path = SCRIPT) -> Forked:
     """Start the script, by torchrun's agent if there are options for it; the agent and its ranks are forks.
 
-    How torchrun itself starts ranks is in test_launch.py.
+    How torchrun itself starts ranks is in test_launch_ranks.py.
     """
     target = partial(_be_agent, options) if options else be_script
     variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -20,7 +20,7 @@ import torch
 import transformers as hf
 from conftest import CACHE, apart, beside
 from ports import free_port
-from tiny import LLAMA_SIZES, byte_tokenizer, json_rows
+from tiny import LLAMA_SIZES, byte_tokenizer, is_installed, json_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "recipes" / "evaluation" / "README.md"
@@ -38,7 +38,8 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Served]:
-    pytest.importorskip("vllm", reason="needs vLLM: make setup-vllm")
+    if not is_installed("vllm"):
+        pytest.skip("needs vLLM: make setup-vllm")
     folder, port = tmp_path_factory.mktemp("harness"), free_port()
     for name in ("evaluation", "smollm"):
         shutil.copytree(ROOT / "recipes" / name, folder / "recipes" / name)

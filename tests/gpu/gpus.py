@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config, widened
+from tiny import PROMPTS, byte_tokenizer, count_letters, is_installed, new_args, tiny_config, widened
 from transformers import GPTNeoXForCausalLM
 
 from async_rlhf.config import OnlineConfig, VLLMConfig
@@ -42,7 +41,7 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(device_count() < count, reason=reason)
 
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make setup-vllm")
+needs_vllm = pytest.mark.skipif(not is_installed("vllm"), reason="needs vLLM: make setup-vllm")
 
 
 def device(number: int) -> str:

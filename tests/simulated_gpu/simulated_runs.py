@@ -23,7 +23,7 @@ import torch
 import transformers
 from planted import Fault, planted
 from simulated_device import Traffic, traffic
-from tiny import PROMPTS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, new_reward_model
+from tiny import PROMPTS, THREADS, byte_tokenizer, count_letters, json_rows, new_args, new_policy, new_reward_model
 from transformers import TrainerCallback
 
 from async_rlhf.commands.evaluate import run_evaluate
@@ -48,7 +48,7 @@ from async_rlhf.types import Prompt
 
 def prepare() -> None:
     """Give this process, and the workers that it starts, simulated GPUs."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     transformers.utils.logging.disable_progress_bar()
     context_of = process.context_of
 

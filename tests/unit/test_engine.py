@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from families import doubled, in_float64
 from tiny import LLAMA_SIZES, all_drawn
 
 from async_rlhf.config import ConfigError, GenerationConfig
@@ -124,9 +125,13 @@ def test_draw_tokens_inverts_the_distribution_function(temperature):
     logits_BV[:, 11] = 0.5
     uniforms_B = torch.rand(300, dtype=torch.float64)
     tokens_B, logprobs_B = draw_tokens(logits_BV, uniforms_B, temperature)
+    with in_float64():
+        exact_B = draw_tokens(logits_BV, uniforms_B, temperature)[1]
     expected = [slow_draw(row, u, temperature) for row, u in zip(logits_BV.tolist(), uniforms_B.tolist(), strict=True)]
     assert tokens_B.tolist() == [token for token, _ in expected]
-    assert logprobs_B.tolist() == pytest.approx([logprob for _, logprob in expected], rel=1e-6, abs=2e-6)
+    assert exact_B.tolist() == pytest.approx([logprob for _, logprob in expected], rel=1e-12, abs=1e-12)
+    largest = max(-logprob for _, logprob in expected)
+    assert (logprobs_B - exact_B).abs().max() < 8 * torch.finfo(torch.float32).eps * largest
     assert len(set(tokens_B.tolist())) > 10
 
 
@@ -413,12 +418,6 @@ def random_rows(seed: int = 0) -> list[tuple[list[int], int]]:
     return rows
 
 
-def in_float64(model):
-    slow = copy.deepcopy(model).double()
-    slow.config._experts_implementation = "eager"  # torch's grouped product has no float64
-    return slow
-
-
 def slow_response_logprobs(model, tokens: list[int], start: int, temperature: float):
     """Lists of log-probabilities and entropies of the tokens from ``start`` on; differentiable, in float64."""
     logits_TV = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
@@ -437,7 +436,7 @@ def slow_response_logprobs(model, tokens: list[int], start: int, temperature: fl
 def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler):
     model, rows = make_model(kind, make_policy), random_rows()
     tokens_BT, mask_BT = right_padded(rows, filler)
-    slow = in_float64(model)
+    slow = doubled(copy.deepcopy(model))
     with torch.no_grad():
         for temperature in (0.7, 1.3):
             output = response_logprobs(model, tokens_BT, mask_BT, temperature)
@@ -454,7 +453,7 @@ def test_response_logprobs_are_those_of_each_row_alone(make_policy, kind, filler
 def test_gradient_of_response_logprobs_is_that_of_the_rows_alone(make_policy):
     model, rows = make_model("gpt_neox", make_policy), random_rows(1)
     tokens_BT, mask_BT = right_padded(rows, None)
-    slow = in_float64(model)
+    slow = doubled(copy.deepcopy(model))
     logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 0.7).logprobs_BT
     weights_BT = torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(2)) * mask_BT
     (logprobs_BT * weights_BT).sum().backward()

@@ -9,7 +9,7 @@ from functools import partialmethod
 import pytest
 import torch
 import transformers as hf
-from families import KINDS, WINDOW, gradients, made, sizes
+from families import KINDS, WINDOW, gradients, in_float64, made, sizes
 from tiny import new_policy
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -60,21 +60,30 @@ def packed(model: hf.PreTrainedModel, wanted: bool = True) -> None:
     assert is_packed(model) is wanted
 
 
-def require_same(model: hf.PreTrainedModel, compute) -> None:
+NEAR = 1e-10
+"""Of float64."""
+
+
+def require_same(model: hf.PreTrainedModel, compute, *heads: nn.Module) -> None:
     """Numbers and gradients, packed and padded."""
     found = []
     for wanted in (False, True):
-        packed(model, wanted)
-        numbers = compute()
-        weights = torch.linspace(-1, 1, numbers.numel()).view(numbers.shape)
-        found.append((numbers.detach(), gradients(model, (numbers * weights).sum())))
+        with in_float64(model, *heads):
+            packed(model, wanted)
+            numbers = compute()
+            weights = torch.linspace(-1, 1, numbers.numel()).view(numbers.shape)
+            found.append((numbers.detach(), gradients(model, (numbers * weights).sum())))
     (padded_numbers, padded_gradients), (numbers, of_packed) = found
-    torch.testing.assert_close(numbers, padded_numbers, rtol=1e-5, atol=1e-5)
-    assert padded_gradients.keys() == of_packed.keys()
-    largest = max(gradient.abs().max() for gradient in padded_gradients.values())
+    torch.testing.assert_close(numbers, padded_numbers, rtol=NEAR, atol=NEAR)
+    require_near(of_packed, padded_gradients)
+
+
+def require_near(mine: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert mine.keys() == right.keys()
+    largest = max(float(gradient.abs().max()) for gradient in right.values())
     assert largest > 1e-3
-    for name, gradient in padded_gradients.items():
-        torch.testing.assert_close(of_packed[name], gradient, rtol=1e-5, atol=1e-5 * largest.item(), msg=name)
+    for name, gradient in right.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=NEAR, atol=NEAR * largest, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,14 +111,15 @@ def test_the_last_token_of_a_row_that_is_one_longer_than_the_window_does_not_see
 
 def test_a_value_head_entropies_and_end_values_are_those_of_padded_rows():
     policy, (tokens_BT, mask_BT), head = new_policy(), rows(), nn.Linear(32, 1)
-    require_same(policy, lambda: response_logprobs(policy, tokens_BT, mask_BT, 1.0, True, head).values_BT)
-    require_same(policy, lambda: end_values(policy, head, tokens_BT, LENGTHS_B))
+    require_same(policy, lambda: response_logprobs(policy, tokens_BT, mask_BT, 1.0, True, head).values_BT, head)
+    require_same(policy, lambda: end_values(policy, head, tokens_BT, LENGTHS_B), head)
     found = []
     for wanted in (False, True):
-        packed(policy, wanted)
-        found.append(response_logprobs(policy, tokens_BT, mask_BT, 1.0).entropies_BT)
+        with in_float64(policy):
+            packed(policy, wanted)
+            found.append(response_logprobs(policy, tokens_BT, mask_BT, 1.0).entropies_BT)
     assert found[0].abs().max() > 1
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=NEAR, atol=NEAR)
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["padded", "packed"])
@@ -134,33 +144,32 @@ def test_the_conversations_of_a_row_do_not_see_each_other(kind, wanted):
         return numbers_BT, end_values(policy, head, rows_BT, ends_B, places_BT)
 
     for model in (policy, critic):
-        packed(model, wanted)
-        found_BT, ends_B = of_rows(model, tokens_BT, mask_BT, positions_BT, lengths_B)
         weights_BT = torch.linspace(-1, 1, 40).view(2, 20)
-        mine = gradients(model, (found_BT * weights_BT).sum())
-        packed(model, False)
-        alone = [of_rows(model, tokens_BT[b : b + 1, s:e], mask_BT[b : b + 1, s:e]) for b, s, e in texts]
+        with in_float64(policy, critic, head):
+            packed(model, wanted)
+            found_BT, ends_B = of_rows(model, tokens_BT, mask_BT, positions_BT, lengths_B)
+            mine = gradients(model, (found_BT * weights_BT).sum())
+            packed(model, False)
+            alone = [of_rows(model, tokens_BT[b : b + 1, s:e], mask_BT[b : b + 1, s:e]) for b, s, e in texts]
+            sums = [(right * weights_BT[b, s:e]).sum() for (b, s, e), (right, _) in zip(texts, alone, strict=True)]
+            theirs = gradients(model, torch.stack(sums).sum())
         for (b, start, end), (right_BT, _) in zip(texts, alone, strict=True):
-            torch.testing.assert_close(found_BT[b, start:end], right_BT[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ends_B, torch.cat([alone[2][1], alone[4][1]]), rtol=1e-5, atol=1e-5)
-        sums = [(right * weights_BT[b, s:e]).sum() for (b, s, e), (right, _) in zip(texts, alone, strict=True)]
-        theirs = gradients(model, torch.stack(sums).sum())
-        largest = max(gradient.abs().max() for gradient in theirs.values())
-        assert found_BT.abs().max() > 1e-2 < largest
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-5 * largest.item(), msg=name)
+            torch.testing.assert_close(found_BT[b, start:end], right_BT[0], rtol=NEAR, atol=NEAR)
+        torch.testing.assert_close(ends_B, torch.cat([alone[2][1], alone[4][1]]), rtol=NEAR, atol=NEAR)
+        assert found_BT.abs().max() > 1e-2
+        require_near(mine, theirs)
 
 
 def test_layers_that_are_computed_again_see_the_same_rows():
     policy, (tokens_BT, mask_BT) = new_policy(), rows()
     policy.train()
     require_same(policy, lambda: response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT)
-    packed(policy)
-    plain = gradients(policy, response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT.sum())
-    policy.gradient_checkpointing_enable()
-    again = gradients(policy, response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT.sum())
-    for name, gradient in plain.items():
-        torch.testing.assert_close(again[name], gradient)
+    with in_float64(policy):
+        packed(policy)
+        plain = gradients(policy, response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT.sum())
+        policy.gradient_checkpointing_enable()
+        again = gradients(policy, response_logprobs(policy, tokens_BT, mask_BT, 1.0).logprobs_BT.sum())
+    require_near(again, plain)
 
 
 def test_packed_rows_are_never_padded_and_logits_come_in_the_same_order():
@@ -169,10 +178,11 @@ def test_packed_rows_are_never_padded_and_logits_come_in_the_same_order():
     def sums() -> Tensor:
         return over_response_logits(policy, tokens_BT, mask_BT, lambda logits_CV, _: logits_CV.sum(dim=1)[None])
 
+    policy.double()
     padded = sums()
     packed(policy)
     policy.register_forward_pre_hook(lambda _m, _a, given: seen.append(given["input_ids"].shape), with_kwargs=True)
-    torch.testing.assert_close(sums(), padded, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums(), padded, rtol=NEAR, atol=NEAR)
     assert seen == [(1, int(LENGTHS_B.sum()) - 12 + 1)]  # of a row without response, one token
 
 
@@ -272,14 +282,15 @@ def with_soft_cap() -> hf.PretrainedConfig:
 def test_a_soft_cap_on_the_scores_of_attention_is_kept(name):
     """As transformers' eager attention has it: padded, packed and sampled."""
     torch.manual_seed(0)
-    model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(with_soft_cap()).double(), rows()
-    found = {"its own": response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT}
-    for wanted in ("eager", name):
-        use_attention(model, OnlineConfig(attn_implementation=wanted), "model")
-        found[wanted] = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
+    model, (tokens_BT, mask_BT) = hf.AutoModelForCausalLM.from_config(with_soft_cap()), rows()
+    with in_float64(model):
+        found = {"its own": response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT}
+        for wanted in ("eager", name):
+            use_attention(model, OnlineConfig(attn_implementation=wanted), "model")
+            found[wanted] = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
     require_same(model, lambda: response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT)
     for other in ("its own", name):
-        torch.testing.assert_close(found[other], found["eager"], rtol=1e-6, atol=1e-6)  # its softmax is of float32
+        torch.testing.assert_close(found[other], found["eager"], rtol=NEAR, atol=NEAR)
     params = SamplingParams(2, 1.0, 6, (-1,), 0, batch_size=8)
     ((first, second),) = TransformersEngine(model.float().eval(), params).generate([Prompt(0, 0, (5, 6, 7))])
     for sample in (first, second):

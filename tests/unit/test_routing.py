@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from families import in_float64
 from tiny import PROMPTS, byte_tokenizer, count_letters, mixture, new_args
 from torch.nn.functional import silu
 
@@ -124,20 +125,19 @@ def test_experts_are_weighed_by_the_learners_own_logits_and_its_router_learns(ki
     """Against loops in float64: log-probabilities and every gradient, with experts that no router would choose."""
     model = mixture(kind)
     rows = sampled_rows(drawn_by(model, count=3))
-    model = model.double()
-    model.config._experts_implementation = "eager"  # torch's grouped product has no float64
-    slow = copy.deepcopy(model)
-    replay_routes(model)
-    routes_BTLE = shuffled(own_routes(model, rows))
-    for number, layer in enumerate(slow.model.layers):
-        routes_NE = routes_BTLE[:, :, number].flatten(0, 1)
-        layer.mlp.forward = partial(slow_block, layer.mlp, routes_NE=routes_NE, adds_up=kind != "qwen3_moe_plain")
-    found, right = logprobs(model, rows, routes_BTLE), logprobs(slow, rows)
-    torch.testing.assert_close(found, right, rtol=0, atol=1e-6)  # they leave the head as float32
-    ours, theirs = gradients(model, found), gradients(slow, right)
+    with in_float64(model):
+        slow = copy.deepcopy(model)
+        replay_routes(model)
+        routes_BTLE = shuffled(own_routes(model, rows))
+        for number, layer in enumerate(slow.model.layers):
+            routes_NE = routes_BTLE[:, :, number].flatten(0, 1)
+            layer.mlp.forward = partial(slow_block, layer.mlp, routes_NE=routes_NE, adds_up=kind != "qwen3_moe_plain")
+        found, right = logprobs(model, rows, routes_BTLE), logprobs(slow, rows)
+        ours, theirs = gradients(model, found), gradients(slow, right)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10)
     assert min(ours[name].abs().max() for name in ours if name.endswith("gate.weight")) > 1e-3
     for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("experts", [255, 256, 300])
@@ -193,7 +193,8 @@ def test_conversations_of_a_row_have_routes_of_their_own(packed):
             rows["sampled_BT"] > 0
         ]
 
-    torch.testing.assert_close(found(together), found(apart), rtol=0, atol=1e-5)
+    with in_float64(model):
+        torch.testing.assert_close(found(together), found(apart), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

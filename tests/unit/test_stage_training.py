@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import in_float64
 from safetensors.torch import load_file
 from tiny import json_rows, new_policy
 
@@ -248,7 +249,8 @@ def test_tokens_limit_passes_and_change_no_weight(sft, tmp_path, monkeypatch, to
     sft = replace(sft, model=None, new_model=replace(sft.new_model, vocab_size=300, hidden_size=16, num_layers=1))
     sft = replace(sft, bf16=False, learning_rate=1e-2, num_epochs=1)
     monkeypatch.setattr(Learner, "_optimizer", lambda self, own: torch.optim.SGD(self.model.parameters(), 0.1))
-    run_sft(sft)
+    with in_float64():
+        run_sft(sft)
     seen = []
 
     def counted(output, rows, config):
@@ -257,14 +259,15 @@ def test_tokens_limit_passes_and_change_no_weight(sft, tmp_path, monkeypatch, to
 
     monkeypatch.setattr(sft_command, "SFT", replace(SFT, loss=counted))
     limited = replace(sft, output_dir=str(tmp_path / "limited"), max_tokens_per_pass=tokens)
-    results = run_sft(limited)
+    with in_float64():
+        results = run_sft(limited)
     most = {1: 1, 30: 30, "auto": 2048}[tokens]
     assert all(rows.lengths_B.sum() <= most or len(rows) == 1 for rows in seen)
     assert {1: len(seen) == 40, 30: 5 < len(seen) < 40, "auto": len(seen) == 5}[tokens]
     for name, tensor in weights(sft.output_dir).items():
-        assert torch.allclose(weights(limited.output_dir)[name], tensor, rtol=0, atol=1e-6), name
+        assert torch.allclose(weights(limited.output_dir)[name], tensor, rtol=0, atol=1e-12), name
     ours, theirs = history(limited.output_dir), history(sft.output_dir)
-    assert [line["loss"] for line in ours[:2]] == pytest.approx([line["loss"] for line in theirs[:2]], rel=1e-5)
+    assert [line["loss"] for line in ours[:2]] == pytest.approx([line["loss"] for line in theirs[:2]], rel=1e-12)
     assert results["rows"] == 40
 
 

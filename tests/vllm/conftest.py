@@ -26,9 +26,6 @@ from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.models.weights import named_weights
 from async_rlhf.types import Prompt
 
-pytest.importorskip("vllm", reason="make setup-vllm", exc_type=ImportError)
-
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 """vLLM's attention on a CPU needs heads of 32."""
 STOPS = (256, *range(40))
