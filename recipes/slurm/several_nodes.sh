@@ -35,6 +35,8 @@ MASTER_ADDR=${nodes[1]}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 FIRST_PORT=$((MASTER_PORT + 1))
 export MASTER_ADDR MASTER_PORT FIRST_PORT
+# Without it nobody is served beyond the host. Both srun hand it on; a key of your own is kept.
+export ASYNC_RLHF_API_KEY=${ASYNC_RLHF_API_KEY:-$(openssl rand -hex 32)}
 
 # shellcheck disable=SC2016  # each task has values of its own
 srun --nodes=1 --ntasks="$per_node" --nodelist="$servers" bash -c '

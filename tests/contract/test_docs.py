@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -196,3 +198,22 @@ def test_the_notebook_has_outputs_that_name_no_machine():
     assert "/tmp/" not in text
     assert "/home/" not in text
     assert len(text) < 200_000
+
+
+@pytest.mark.parametrize("own", [None, "mine"])
+def test_the_servers_of_several_nodes_start_with_a_key(own, monkeypatch, capsys):
+    """The words with which the script starts them, and the key that it has exported by then."""
+    script = (ROOT / "recipes/slurm/several_nodes.sh").read_text(encoding="utf-8")
+    before = script.partition("\nsrun ")[0].replace("mapfile -t nodes < <(scontrol", "nodes=(a b c) # ")
+    environment = {**os.environ, "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "8"}
+    environment.pop("ASYNC_RLHF_API_KEY", None)
+    environment |= {} if own is None else {"ASYNC_RLHF_API_KEY": own}
+    words = ["bash", "-c", f"{before}\nprintenv ASYNC_RLHF_API_KEY", "job", "run.yml", "model"]
+    key = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert key == own or (own is None and re.fullmatch("[0-9a-f]{64}", key))
+    serve = re.search(r"async-rlhf (serve --host \S+)", script)[1].split()
+    for known, code in ((key, 0), ("", 2)):
+        monkeypatch.setenv("ASYNC_RLHF_API_KEY", known)
+        with pytest.raises(SystemExit) as ended:
+            main([*serve, "--model", "my-org/sft", "--dry-run"])
+        assert (ended.value.code or 0) == code, capsys.readouterr().err
