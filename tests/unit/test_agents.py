@@ -17,10 +17,13 @@ import pytest
 import torch
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, new_policy
 
-from async_rlhf.generation.episodes.endpoint import RefusedError
+from async_rlhf.data.rendering import Renderer
+from async_rlhf.generation.episodes.agents import _compared
+from async_rlhf.generation.episodes.endpoint import RefusedError, _spoken
 from async_rlhf.generation.episodes.playing import EpisodeError
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.sampling import draw_tokens, sample_uniforms
+from async_rlhf.models.chats import as_messages
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.update import clones
@@ -624,3 +627,17 @@ def test_what_it_waits_for_the_policy_does_not_count(tmp_path, chats, monkeypatc
     monkeypatch.setattr(EpisodeSampler, "_answers", slow)
     _, found = sampled(tmp_path, chats, agent, step_timeout=2.0)
     assert all(sample.rewards.sum() == 1 for samples in found for sample in samples)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome", "n": None}, {"n": None}, {"a": [None, {"b": None}]}, {}])
+def test_a_call_with_nulls_that_comes_back_is_the_call_that_the_policy_wrote(chats, arguments):
+    """Else each further request would begin another conversation."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    chats.chat_template = TEMPLATE.replace("!{{ c.function.name }}{{ c.function.arguments }}", (
+        "<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>"
+    ))  # fmt: skip
+    written = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"
+    message = Renderer(chats, tools).read(written, "")
+    (sent,) = as_messages([_spoken(message)], "messages")
+    assert sent["tool_calls"][0]["function"]["arguments"] == arguments
+    assert _compared(sent) == _compared(message)
