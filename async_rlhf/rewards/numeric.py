@@ -142,7 +142,7 @@ def _only(text: str) -> Fraction | None:
         text = last if re.search("[0-9]", last) or middle else first
     text = _plain(text)
     found = [match for match in _NUMBER.finditer(text) if match["number"] or match["malformed"]]
-    if len(found) != 1 or _NAMED.search(_before(found[0], text)) or (value := _read(found[0], text)) is None:
+    if not found or _NAMED.search(_before(found[0], text)) or (value := _read(found[0], text)) is None:
         return None
     rest = re.sub(r"(?<=[\w}])(?:\^\s*(?:\{[^{}]*\}|-?[0-9]+)|[²³])", "", text[found[0].end() :])  # of a unit
     rest = re.sub(r"\A\s*\^\s*\{?\s*(?=\\|st|nd|rd|th)", " ", rest)  # 90^\circ, 5^{th}
