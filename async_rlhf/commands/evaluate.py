@@ -1,4 +1,4 @@
-"""Evaluation of models on held-out prompts: gold reward, win-rates, KL to a reference, perplexity."""
+"""Evaluation of models on held-out prompts: reward, win-rates, KL to a reference, perplexity."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from async_rlhf.commands.evaluation import statistics
 from async_rlhf.commands.evaluation.answers import HUMAN, Answers, Evaluation, collected
 from async_rlhf.commands.evaluation.generations import Generation, generation_files
 from async_rlhf.commands.evaluation.kl import about_lengths, add_likelihoods
-from async_rlhf.commands.evaluation.penalties import training_penalties
 from async_rlhf.commands.evaluation.reward_judge import RewardJudge
-from async_rlhf.commands.evaluation.tables import WIDTH, format_table, side_by_side
+from async_rlhf.commands.evaluation.tables import WIDTH, format_table, of_today, side_by_side
 from async_rlhf.commands.evaluation.tracking import log_to_trackers
+from async_rlhf.commands.evaluation.training import reward_name, training_penalties
 from async_rlhf.commands.generate import models_of, with_first_gpu, with_prompt_cap
 from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.table import EVALUATION_PLOT, import_attribute
@@ -49,8 +49,8 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
     side), with vl-convert evaluation.png, and the completions themselves in generations/, in ``config.output_dir``.
 
     Returns:
-        {"reference": name, "prompts": n, "dropped": n, "reference_response": {"gold_mean"} or None,
-        "models": {name: {...}}}; docs/commands/evaluate.md describes the values of each model.
+        {"reference": name, "reward": what it is called, "prompts": n, "dropped": n, "reference_response":
+        {"reward_mean"} or None, "models": {name: {...}}}; docs/commands/evaluate.md describes the values of each model.
 
     Raises:
         ConfigError: see the message.
@@ -66,7 +66,7 @@ def run_evaluate(config: EvaluateConfig) -> dict[str, Any]:
         stage = Stage(folder, "evaluation", config, _inputs(config, models), outputs=outputs)
         if (results := done_by(stage, ranks)) is None:
             results = _evaluated(config, models, stage, ranks)
-    return results
+    return of_today(results)
 
 
 def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, ranks: Ranks) -> dict[str, Any]:
@@ -87,11 +87,13 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
     if judge is not None:
         judge.to(device)
         notes = _score(evaluation, judge)
+    scoring = {} if evaluation.plays and config.generations is not None else vars(config)  # the world is not known
     results: dict[str, Any] = {
         "reference": reference,
+        "reward": reward_name(scoring, [one.source for one in evaluation.answers.values() if one.source is not None]),
         "prompts": len(evaluation.lines),
         "dropped": evaluation.dropped,
-        "reference_response": None if evaluation.human is None else evaluation.gold(evaluation.human),
+        "reference_response": None if evaluation.human is None else evaluation.reward(evaluation.human),
         "models": ranks.broadcast("comparisons", lambda: _comparisons(evaluation, reference, pairwise)),
         "notes": notes,
     }
@@ -107,8 +109,8 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
 
 
 def _comparisons(evaluation: Evaluation, reference: str, pairwise: PairwiseJudge | None) -> dict[str, dict[str, Any]]:
-    """By model, its gold reward, and how it compares with the human and with the reference."""
-    found = {name: evaluation.gold(one) for name, one in evaluation.answers.items()}
+    """By model, its reward, and how it compares with the human and with the reference."""
+    found = {name: evaluation.reward(one) for name, one in evaluation.answers.items()}
     for name, one in evaluation.answers.items():
         for opponent in (HUMAN, reference):
             if opponent in evaluation.everyone and opponent != name:
@@ -192,7 +194,7 @@ def _compared(
         assert theirs.scores is not None
         won = statistics.outcomes(ours.scores, theirs.scores)
         difference = statistics.paired_difference(ours.scores, theirs.scores, evaluation.clusters)
-        found[f"gold_difference_vs_{opponent}"] = difference._asdict()
+        found[f"reward_difference_vs_{opponent}"] = difference._asdict()
     longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
     return {
         f"win_rate_vs_{opponent}": statistics.win_rate(won, evaluation.clusters)._asdict(),

@@ -41,7 +41,7 @@ COMMANDS = {
     "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),
     "generate": Command("sample from models or a run's checkpoints on held-out prompts", "config:GenerateConfig"),
-    "evaluate": Command("compare models on held-out prompts: gold reward, win-rates, KL", "config:EvaluateConfig"),
+    "evaluate": Command("compare models on held-out prompts: reward, win-rates, KL", "config:EvaluateConfig"),
     "report": Command(
         "make one HTML page of runs: warnings, staleness, timeline, samples", "studies.report.config:ReportConfig"
     ),

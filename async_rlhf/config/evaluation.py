@@ -91,7 +91,7 @@ class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
     ref_model: str | None = key(None, names="model")
     """A folder or hub name: KL and perplexity are taken under this model instead."""
     judge: JudgeConfig = key(JudgeConfig)
-    """A language model that compares completions, in place of a gold reward."""
+    """A language model that compares completions, in place of a reward."""
     penalties: Literal["training"] | None = None
     """ "training" scores answers as the run did that trained the models, with its penalties for what is cut off and for
     length, by the run.yml beside them; null leaves penalties out, and says what they would change."""

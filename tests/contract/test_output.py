@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from async_rlhf.cli import main
 from async_rlhf.commands.evaluate import run_evaluate
-from async_rlhf.commands.evaluation.penalties import Penalties, training_penalties
 from async_rlhf.commands.evaluation.tables import format_table
+from async_rlhf.commands.evaluation.training import Penalties, training_penalties
 from async_rlhf.config import ConfigError, EvaluateConfig, KLConfig
 from async_rlhf.models import loading, saving
 from async_rlhf.models.loading import load_policy, new_reward_model
@@ -27,6 +28,10 @@ from async_rlhf.run.callbacks import ProgressCallback
 from async_rlhf.run.summary import training_summary
 from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.run.warnings import cut_off_warning
+from async_rlhf.studies.report.charts import Axis
+from async_rlhf.studies.report.html import page
+from async_rlhf.studies.report.plots import judged
+from async_rlhf.studies.report.reading import read_evaluation, read_run
 from async_rlhf.system import progress
 from async_rlhf.system.progress import Lines, progress_bar
 
@@ -259,7 +264,7 @@ def test_evaluation_says_where_training_scored_otherwise_and_can_do_so_too(input
     config = {"models": {"sft": "m", "policy": "out/final"}, "data": "p.jsonl", "reward_funcs": ["r.py:f"]}
     config |= {"response_length": 5, "device": "cpu"}
     plain = run_evaluate(EvaluateConfig(output_dir="plain", **config))
-    assert [one["gold_mean"]["estimate"] for one in plain["models"].values()] == [3.0, 3.0]
+    assert [one["reward_mean"]["estimate"] for one in plain["models"].values()] == [3.0, 3.0]
     ended = [one["ended_share"] for one in plain["models"].values()]
     assert ended == [0.0, 0.0]
     (note,) = plain["notes"]
@@ -268,13 +273,63 @@ def test_evaluation_says_where_training_scored_otherwise_and_can_do_so_too(input
     assert note in format_table(plain)
     assert note in Path("plain/evaluation.txt").read_text()
     same = run_evaluate(EvaluateConfig(output_dir="same", penalties="training", **config))
-    assert [one["gold_mean"]["estimate"] for one in same["models"].values()] == [-1.0, -1.0]
+    assert [one["reward_mean"]["estimate"] for one in same["models"].values()] == [-1.0, -1.0]
     assert same["notes"][0].startswith("Scores here are those of training")
     config["models"] = {"sft": "m", "again": "m"}
     with pytest.raises(
         ConfigError, match="penalties: got 'training'; must be null: no model is in the folder of a run"
     ):
         run_evaluate(EvaluateConfig(output_dir="none", penalties="training", **config))
+
+
+@pytest.mark.parametrize(
+    ("name", "judge", "models"),
+    [
+        ("reward (trained on)", ["r.py:f"], ["m", "out/final"]),
+        ("reward (trained on)", ["copy/r.py:f"], ["m", "out/final"]),
+        ("gold reward", ["g.py:f"], ["m", "out/final"]),
+        ("gold reward", ["other/r.py:f"], ["m", "out/final"]),
+        ("reward", ["r.py:f", "g.py:f"], ["m", "out/final"]),
+        ("reward", ["r.py:f"], ["m", "m"]),
+        ("reward", ["g.py:f"], ["out/final", "python/final"]),
+        ("reward", ["g.py:f"], ["m", "elsewhere/final"]),
+    ],
+    ids=[
+        "trained on",
+        "by another path",
+        "another",
+        "of the same name",
+        "in part",
+        "no run",
+        "a run that does not say it",
+        "a file that is not there",
+    ],
+)
+def test_a_reward_is_gold_where_nobody_was_trained_on_it(inputs, name, judge, models):
+    """In the table, the plot and the page of the run."""
+    code = Path("r.py").read_text()
+    for place, text in {"g.py": code + "\n", "copy/r.py": code, "other/r.py": code + "\n"}.items():
+        Path(place).parent.mkdir(exist_ok=True)
+        Path(place).write_text(text)
+    runs = {"out": "r.py:f", "elsewhere": "gone/r.py:f", "python": "r.py:f"}
+    for run, reward in runs.items():
+        shutil.copytree("m", f"{run}/final")
+        python = "#   reward_funcs: g:f\n" if run == "python" else ""
+        Path(run, "run.yml").write_text(f"{python}reward_model: null\nreward_funcs: [{reward!r}]\n")
+        Path(run, "metrics.jsonl").write_text('{"batch": 1, "objective/scores": 1.0}\n')
+    config = {"models": dict(zip("ab", models, strict=True)), "data": "p.jsonl", "reward_funcs": judge}
+    results = run_evaluate(EvaluateConfig(output_dir="o", response_length=5, device="cpu", **config))
+    first = name.partition(" ")[0]
+    text = Path("o/evaluation.txt").read_text()
+    assert f" {name} ┃" in text
+    assert f" {first} difference " in text
+    assert ("gold" in text) == (first == "gold")
+    assert judged(results) == Axis("reward_mean", f"{name} (mean, 95% interval)")
+    run = read_run(Path(models[-1]).parent if models[-1] != "m" else Path("out"), "run")
+    shown = page([run], [read_evaluation(Path("o"))])
+    assert f"{name.capitalize()} against KL" in shown
+    assert f">{name}<" in shown
+    assert ("old reward" in shown) == (first == "gold")
 
 
 def test_penalties_are_applied_as_in_training():

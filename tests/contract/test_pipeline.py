@@ -128,5 +128,5 @@ def test_every_command_on_local_files(tmp_path, monkeypatch, make_policy, rows, 
     run("evaluate", "--generations=generations", "--output_dir=judged", "--reward_model=reward", "--device=cpu")
     models = json.loads(Path("judged/evaluation.json").read_text())["results"]["models"]
     assert list(models) == ["sft", "checkpoint-1", "checkpoint-2", "final"]
-    assert models["checkpoint-2"]["gold_mean"] == models["final"]["gold_mean"] != models["sft"]["gold_mean"]
+    assert models["checkpoint-2"]["reward_mean"] == models["final"]["reward_mean"] != models["sft"]["reward_mean"]
     assert ("win_rate_vs_reference_response" in models["final"]) == (rows is summaries)

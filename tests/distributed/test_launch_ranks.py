@@ -195,7 +195,7 @@ def test_one_slurm_job_trains_generates_and_evaluates(inputs, tmp_path):
     assert {"checkpoint-3", "final"} <= names
     results = json.loads((output / "evaluation" / "evaluation.json").read_text())["results"]["models"]
     assert results.keys() == names
-    assert all(one["gold_mean"]["estimate"] > 0 for one in results.values())
+    assert all(one["reward_mean"]["estimate"] > 0 for one in results.values())
     assert not (tmp_path / "requeued").exists()
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
     finish(start(words, log, **job), log, 200)

@@ -67,7 +67,7 @@ def test_a_quickstart_ends_with_its_summary_whatever_its_page_does(tmp_path, cap
         lines = [{"batch": i, "objective/scores": 1.0, "objective/kl": 0.1 * i, **rows(1.0, 0.5)[i]} for i in range(7)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     gold = {"estimate": 0.5, "low": 0.4, "high": 0.6}
-    model = {"gold_mean": gold, "kl_to_reference": gold, "mean_length": 9.0, "ended_share": 1.0}
+    model = {"reward_mean": gold, "kl_to_reference": gold, "mean_length": 9.0, "ended_share": 1.0}
     results = {"reference": "sft", "reference_response": None, "prompts": 2, "dropped": 0, "models": {"sft": model}}
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "evaluation.json").write_text(json.dumps({"config": {}, "results": results}))

@@ -396,7 +396,7 @@ def test_margin_and_bound_as_shares_of_what_training_gains(inputs, tmp_path, cap
     found = run_certify(changed)
     assert found["seeds"] == [4, 5]
     (started,) = out.glob("start-*/evaluation.json")
-    start = json.loads(started.read_text("utf-8"))["results"]["models"]["policy"]["gold_mean"]["estimate"]
+    start = json.loads(started.read_text("utf-8"))["results"]["models"]["policy"]["reward_mean"]["estimate"]
     pilot = json.loads((out / "runs/staleness=0,seed=3/trial.json").read_text("utf-8"))["results"]
     assert found["gain"] == pytest.approx(pilot["gold"]["estimate"] - start)
     assert found["margin"] == pytest.approx(0.1 * found["gain"])

@@ -235,18 +235,18 @@ def test_run_evaluate(config, tmp_path, make_policy, tokenizer):
     scores = {name: [one["models"][name]["score"] for one in samples] for name in results["models"]}
     human = [one["reference_score"] for one in samples]
     assert human == [2.0 * (i % 3) for i in range(11)]
-    assert policy["gold_mean"]["estimate"] == pytest.approx(sum(scores["policy"]) / 11)
+    assert policy["reward_mean"]["estimate"] == pytest.approx(sum(scores["policy"]) / 11)
     wins = sum((a > b) + (a == b) / 2 for a, b in zip(scores["policy"], human, strict=True)) / 11
     assert policy["win_rate_vs_reference_response"]["estimate"] == pytest.approx(wins)
     assert policy["win_rate_vs_sft"] == win_rate(outcomes(scores["policy"], scores["sft"]))._asdict()
     assert "win_rate_vs_sft" not in sft
     difference = [a - b for a, b in zip(scores["policy"], scores["sft"], strict=True)]
-    assert policy["gold_difference_vs_sft"] == mean_interval(difference)._asdict()
-    assert copy["gold_difference_vs_sft"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
+    assert policy["reward_difference_vs_sft"] == mean_interval(difference)._asdict()
+    assert copy["reward_difference_vs_sft"] == {"estimate": 0.0, "low": 0.0, "high": 0.0}
     table = (tmp_path / "evaluation" / "evaluation.txt").read_text()
-    assert "gold difference" in table
+    assert "reward difference" in table  # no model is of a run, so nobody knows whether it is gold
     assert "│ (human)" in table
-    assert results["reference_response"]["gold_mean"] == mean_interval(human)._asdict()
+    assert results["reference_response"]["reward_mean"] == mean_interval(human)._asdict()
 
     # The same weights see the same random numbers.
     assert scores["copy"] == scores["sft"] != scores["policy"]
@@ -287,7 +287,7 @@ def test_without_human_responses_and_with_another_reference(config, tmp_path):
     results = run_evaluate(replace(config, reference="policy"))
     assert results["reference_response"] is None
     assert results["reference"] == "policy"
-    without_human = {"gold_mean", "kl_to_reference", "mean_length", "ended_share", "perplexity_under_reference"}
+    without_human = {"reward_mean", "kl_to_reference", "mean_length", "ended_share", "perplexity_under_reference"}
     assert results["models"]["policy"].keys() == without_human | {"ppl_original"}
     assert results["models"]["sft"]["win_rate_vs_policy"] == results["models"]["copy"]["win_rate_vs_policy"]
     assert results["models"]["policy"]["kl_to_reference"]["estimate"] == 0.0
@@ -299,7 +299,7 @@ def test_tables_say_the_numbers():
     def interval(estimate, half):
         return {"estimate": estimate, "low": estimate - half, "high": estimate + half}
 
-    one = {"gold_mean": interval(0.5, 0.1), "kl_to_reference": interval(-1e-9, 0.0), "ended_share": 0.875}
+    one = {"reward_mean": interval(0.5, 0.1), "kl_to_reference": interval(-1e-9, 0.0), "ended_share": 0.875}
     two = {**one, "win_rate_vs_sft": interval(0.6, 0.05), "perplexity": 12.345}
     table = format_table(
         {"reference": "sft", "prompts": 7, "reference_response": None, "models": {"sft": one, "new": two}}
@@ -328,8 +328,8 @@ def test_plot(tmp_path):
     point = {"estimate": 0.5, "low": 0.4, "high": 0.7}
     results = {
         "reference": "sft",
-        "reference_response": {"gold_mean": point},
-        "models": {"sft": {"gold_mean": point, "kl_to_reference": {"estimate": 3.0, "low": 2.0, "high": 4.0}}},
+        "reference_response": {"reward_mean": point},
+        "models": {"sft": {"reward_mean": point, "kl_to_reference": {"estimate": 3.0, "low": 2.0, "high": 4.0}}},
     }
     (tmp_path / "evaluation.json").write_text(json.dumps({"results": results}))
     plot_training({Series("run"): tmp_path / "metrics.jsonl"}, tmp_path / "plot.png", tmp_path / "evaluation.json")
@@ -339,7 +339,7 @@ def test_plot(tmp_path):
     assert key.looks["sft"].colour == GREY  # what was not trained here
     spec = against_kl(results, key)
     (row,) = spec["data"]["values"]
-    drawn = {"kl": 3.0, "x_low": 2.0, "x_high": 4.0, "gold_mean": 0.5, "y_low": 0.4, "y_high": 0.7, "series": "sft"}
+    drawn = {"kl": 3.0, "x_low": 2.0, "x_high": 4.0, "reward_mean": 0.5, "y_low": 0.4, "y_high": 0.7, "series": "sft"}
     assert {name: row[name] for name in drawn} == drawn
     band = spec["layer"][0]["data"]["values"][0]
     assert (band["low"], band["high"], band["text"]) == (0.4, 0.7, "human")
@@ -352,7 +352,7 @@ def test_checkpoints_are_one_series_in_the_order_of_their_batches():
         return {"estimate": value, "low": value - 0.1, "high": value + 0.1}
 
     models = {
-        name: {"gold_mean": interval(gold), "kl_to_reference": interval(kl)}
+        name: {"reward_mean": interval(gold), "kl_to_reference": interval(kl)}
         for name, gold, kl in (("sft", 0.1, 0.0), ("checkpoint-100", 0.4, 3.0), ("checkpoint-20", 0.3, 1.0))
     }
     results = {"reference": "sft", "reference_response": None, "models": models}
@@ -361,7 +361,7 @@ def test_checkpoints_are_one_series_in_the_order_of_their_batches():
     rows = against_kl(results, key)["data"]["values"]
     assert [row["model"] for row in rows] == ["sft", "checkpoint-20", "checkpoint-100"]
     by_batch = over_checkpoints(results, key)["data"]["values"]
-    assert [(row["batch"], row["gold_mean"], row["low"]) for row in by_batch] == [
+    assert [(row["batch"], row["reward_mean"], row["low"]) for row in by_batch] == [
         (20, 0.3, pytest.approx(0.2)),
         (100, 0.4, pytest.approx(0.3)),
     ]

@@ -347,7 +347,7 @@ def test_functions_get_every_column_but_the_prompt(config, evaluation, tmp_path)
         "    return [len(text) for text in completions]\n"
     )
     run_generate(replace(config, data=str(tmp_path / "asked.jsonl"), prompt_field="ask", checkpoints=["final"]))
-    assert run_evaluate(evaluation)["reference_response"]["gold_mean"]["estimate"] == 3.0
+    assert run_evaluate(evaluation)["reference_response"]["reward_mean"]["estimate"] == 3.0
 
 
 def test_a_judge_that_compares(config, evaluation, tmp_path):
@@ -365,7 +365,7 @@ def test_a_judge_that_compares(config, evaluation, tmp_path):
     longer = [len(line.completion) - len(line.columns["reference_response"]) for line in lines]
     by_hand = sum((d > 0) + (d == 0) / 2 for d in longer) / len(longer)
     assert found["models"]["final"]["win_rate_vs_reference_response"]["estimate"] == pytest.approx(by_hand)
-    assert "gold_mean" not in found["models"]["final"]
+    assert "reward_mean" not in found["models"]["final"]
     assert found["reference_response"] == {}
     assert (tmp_path / "evaluation" / "evaluation.png").is_file()
     rows = json_rows(tmp_path / "evaluation" / "samples.jsonl")
@@ -504,7 +504,7 @@ def test_evaluation_judges_episodes_by_their_own_rewards_and_functions(playing, 
         assert one["completion"].startswith(f"user: row {number}: ")
         scores.append(one["score"])
     final = found["models"]["final"]
-    assert final["gold_mean"]["estimate"] == pytest.approx(sum(scores) / len(scores))
+    assert final["reward_mean"]["estimate"] == pytest.approx(sum(scores) / len(scores))
     assert final["mean_turns"] > 1
     assert "kl_to_reference" not in final
     text = (tmp_path / "evaluation" / "evaluation.txt").read_text()
@@ -519,14 +519,14 @@ def test_games_that_begin_alike_are_told_apart_by_their_rows(playing, tmp_path):
     found = run_evaluate(EvaluateConfig(**options | {"output_dir": str(tmp_path / "evaluation")}))
     rows = [row["models"]["final"] for row in json_rows(tmp_path / "evaluation" / "samples.jsonl")]
     expected = clustered_mean_interval([row["score"] for row in rows], [i % 4 for i in range(12)])
-    assert found["models"]["final"]["gold_mean"] == pytest.approx(expected._asdict())
+    assert found["models"]["final"]["reward_mean"] == pytest.approx(expected._asdict())
 
 
 def test_an_agent_alone_gives_the_scores_and_tools_need_a_judge(playing, tmp_path):
     options = {item.name: getattr(playing, item.name) for item in fields(playing)}
     options |= {"output_dir": str(tmp_path / "evaluation"), "environment": None}
     found = run_evaluate(EvaluateConfig(**{**options, "agent": f"{tmp_path / 'worlds.py'}:agent"}))
-    assert found["models"]["final"]["gold_mean"]["estimate"] == pytest.approx(sum(range(22)) / 22)
+    assert found["models"]["final"]["reward_mean"]["estimate"] == pytest.approx(sum(range(22)) / 22)
     tools = {"tools": [f"{tmp_path / 'worlds.py'}:shout"], "output_dir": str(tmp_path / "tools")}
     for changes, message in {
         (("tools", 1),): "give either a reward_model or reward_funcs",

@@ -182,4 +182,4 @@ def test_every_command_holds_out_the_same_prompts(tmp_path, make_policy, tokeniz
     assert {line["query"] for line in lines} == expected
     found = run_evaluate(EvaluateConfig(output_dir=str(tmp_path / "judged"), reward_funcs=reward, **models))
     rest = [len(row["text"]) - len(" ".join(row["text"].split()[:3])) for row in held]
-    assert found["reference_response"]["gold_mean"]["estimate"] == pytest.approx(sum(rest) / len(rest))
+    assert found["reference_response"]["reward_mean"]["estimate"] == pytest.approx(sum(rest) / len(rest))

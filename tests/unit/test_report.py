@@ -290,7 +290,7 @@ def test_values_that_are_nested_without_end_are_damage_like_other(copied, tmp_pa
 
 
 WRONG = [{"a": 1}, *map(rare, ("x", [1], [None], 10**400, True))]
-FIGURES = {"gold_mean": {"estimate": 1.0, "low": 0.0, "high": 2.0}, "mean_length": 3.0}
+FIGURES = {"reward_mean": {"estimate": 1.0, "low": 0.0, "high": 2.0}, "mean_length": 3.0}
 JUDGED = {"config": {"models.sft": "elsewhere"}, "results": {"reference": "sft", "prompts": 2, "notes": ["n"]}}
 JUDGED["results"] |= {"reference_response": FIGURES, "models": {"sft": FIGURES, "checkpoint-2": FIGURES}}
 SAID = {"query": "q", "reference_response": "r", "reference_score": 1.0, "models": {"sft": {"score": 1.0}}}
@@ -321,7 +321,7 @@ def test_values_of_wrong_types_are_left_out_and_said(copied, tmp_path, wrong):
         value = json.loads(lines[-1])
         parts = [*value] if isinstance(value, list) else [value]
         if "results" in value:
-            parts += [value["config"], value["results"], *value["results"]["models"].values(), FIGURES["gold_mean"]]
+            parts += [value["config"], value["results"], *value["results"]["models"].values(), FIGURES["reward_mean"]]
         for part in parts:
             names = [*part][:: 9 if path.name == "metrics.jsonl" else 1]
             for name in names:
@@ -613,8 +613,9 @@ def test_training_against_held_out_and_gold_rewards(tmp_path):
     folder = tmp_path / "evaluation"
     folder.mkdir()
     golds = {"sft": 0.1, "checkpoint-100": 0.3, "checkpoint-20": 0.5}
-    models = {name: {"gold_mean": {"estimate": x, "low": x - 0.05, "high": x + 0.05}} for name, x in golds.items()}
+    models = {name: {"reward_mean": {"estimate": x, "low": x - 0.05, "high": x + 0.05}} for name, x in golds.items()}
     results = {"reference": "sft", "reference_response": None, "prompts": 10, "models": models}
+    results["reward"] = "gold reward"
     config = {"run": str(tmp_path), "models.sft": "elsewhere"}
     (folder / "evaluation.json").write_text(json.dumps({"config": config, "results": results}))
     run = made(tmp_path, rows)
@@ -626,6 +627,13 @@ def test_training_against_held_out_and_gold_rewards(tmp_path):
     assert [row["batch"] for row in data_of(text)["specs"]["gold-batches-0"]["data"]["values"]] == [20, 100]
     assert "0.500 [0.450, 0.550]" in text
     assert evaluations_of([replace(run, folder=tmp_path / "other")]) == []  # it is of no run on the page
+
+    del results["reward"]  # as an older version wrote it
+    older = json.dumps({"config": config, "results": results}).replace("reward_mean", "gold_mean")
+    (folder / "evaluation.json").write_text(older)
+    (again,) = evaluations_of([run])
+    assert again.results["models"] == evaluation.results["models"]
+    assert [warned.title for warned in warnings([run], [again])] == ["The reward is past its peak"]
 
 
 # ---------------------------------------------------------------- the command
@@ -657,7 +665,7 @@ def test_a_page_of_several_runs_begins_with_a_verdict(runs):
     models = {name: {"score": score} for name, score in (("a", 0.75), ("s", 0.25))}
     samples = [{"query": query, "models": models} for query in "xy"]
     config = {f"models.{name}": str(run.folder / "final") for name, run in zip("as", read, strict=True)}
-    judged = Evaluation(Path(), config, {"models": {"a": {}, "s": {}}}, samples)
+    judged = Evaluation(Path(), config, {"reward": "gold reward", "models": {"a": {}, "s": {}}}, samples)
     assert "more gold reward, +0.500 [+0.500, +0.500] on the same 2 prompts" in verdict(read, [judged])[0]
     bare = [replace(run, eval_samples=[], traces={}) for run in read]
     assert "no held-out prompts, so no interval" in verdict(bare)[0]

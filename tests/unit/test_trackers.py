@@ -122,7 +122,7 @@ def test_tensorboard_has_configuration_completions_and_evaluation(make_policy, t
         assert [one["lag"] for one in shown] == [str(min(1, batch - 1))] * 4
         assert [one["prompt"] for one in shown] == [row["prompt"] for row in ours]
     assert sorted(texts["completions"]) == [1, 2, 3, 4]
-    assert [step for step, _ in scalars["evaluation/gold_mean"]] == [2, 4]
+    assert [step for step, _ in scalars["evaluation/reward_mean"]] == [2, 4]
     assert "&lt;b&gt;" in texts["evaluation_completions"][4]
     assert "q0&#124;" in texts["evaluation_completions"][4]
 
@@ -258,7 +258,7 @@ def test_wandb_has_configuration_completions_and_evaluation(
     assert [path.name for path in files] == [f"run-{number}.wandb"] * 2
     until = time.monotonic() + 60
     config, history = wandb_files(files)
-    while not any("evaluation/gold_mean" in one for one in history) and time.monotonic() < until:
+    while not any("evaluation/reward_mean" in one for one in history) and time.monotonic() < until:
         time.sleep(0.1)  # its service, a process of its own, may still be writing
         config, history = wandb_files(files)
     assert (config["staleness"], config["algorithm"], config["batches"]) == (1, "online_dpo", 2)
@@ -267,4 +267,4 @@ def test_wandb_has_configuration_completions_and_evaluation(
     shown = sorted(json.loads(path.read_text())["data"] for path in tables)
     rows = [list(row.values()) for row in samples_of(folder)]
     assert [row[: len(rows[0])] for table in shown for row in table] == rows
-    assert [one["train/global_step"] for one in history if "evaluation/gold_mean" in one] == [2]
+    assert [one["train/global_step"] for one in history if "evaluation/reward_mean" in one] == [2]

@@ -1,1 +1,1 @@
-"""Evaluation on held-out prompts: gold scores, win-rates with intervals, KL and perplexity."""
+"""Evaluation on held-out prompts: rewards, win-rates with intervals, KL and perplexity."""

@@ -40,7 +40,7 @@ class Answers:
     source: str | None = None
     """Folder or hub name of the model."""
     scores: list[float] | None = None
-    """Gold rewards, if there is a gold reward."""
+    """Rewards, unless a pairwise judge compares."""
     logprobs: list[float] = field(default_factory=list)
     """Of each response, in nats, under the distribution that it was drawn from."""
     episodes: list[dict[str, Any]] = field(default_factory=list)
@@ -87,11 +87,11 @@ class Evaluation:
         """
         return [line.query + (str(line.columns) if self.plays else "") for line in self.lines]
 
-    def gold(self, one: Answers) -> dict[str, Any]:
-        """The mean gold reward, if there is one."""
+    def reward(self, one: Answers) -> dict[str, Any]:
+        """The mean reward, if there is one."""
         if one.scores is None:
             return {}
-        return {"gold_mean": statistics.clustered_mean_interval(one.scores, self.clusters)._asdict()}
+        return {"reward_mean": statistics.clustered_mean_interval(one.scores, self.clusters)._asdict()}
 
 
 def collected(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ranks: Ranks) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,11 +28,20 @@ def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
     return "\n".join([*filter(None, tables), *results.get("notes", ())])
 
 
+def of_today(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Results with the keys of today, where an older version wrote gold_mean and gold_difference_vs_*."""
+    human, *models = (
+        one and {re.sub("^gold_", "reward_", key): value for key, value in one.items()}
+        for one in (results["reference_response"], *results["models"].values())
+    )
+    return {**results, "reference_response": human, "models": dict(zip(results["models"], models, strict=True))}
+
+
 def columns_of(results: Mapping[str, Any]) -> list[tuple[dict[str, str], bool]]:
     """For each table its columns, head -> key of a model's results, and whether the human responses have a row."""
-    reference = results["reference"]
+    reference, name = results["reference"], results.get("reward", "reward")
     overall = {
-        "gold reward": "gold_mean",
+        name: "reward_mean",
         f"KL to {reference} (nats)": "kl_to_reference",
         "perplexity of human text": "perplexity",
         "perplexity under reference": "perplexity_under_reference",
@@ -42,7 +52,7 @@ def columns_of(results: Mapping[str, Any]) -> list[tuple[dict[str, str], bool]]:
     against = [
         {
             f"wins against {title}": f"win_rate_vs_{opponent}",
-            "gold difference": f"gold_difference_vs_{opponent}",
+            f"{name.partition(' ')[0]} difference": f"reward_difference_vs_{opponent}",
             "at equal length": f"length_controlled_win_rate_vs_{opponent}",
             "ties": f"ties_vs_{opponent}",
             "contradictory": f"inconsistent_vs_{opponent}",

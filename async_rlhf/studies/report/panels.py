@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from async_rlhf.studies.report.charts import Axis, Key, Spec, curves, thinned, timeline, with_threshold
 from async_rlhf.studies.report.idleness import idleness
-from async_rlhf.studies.report.plots import EPISODES, against_kl, evaluated, over_checkpoints
+from async_rlhf.studies.report.plots import EPISODES, against_kl, evaluated, judged, over_checkpoints
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, of_runs
 from async_rlhf.studies.report.warnings import THRESHOLDS
 
@@ -110,7 +110,7 @@ def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Iterator[Panel]:
 
 
 def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[Key, list[Panel]]:
-    """Gold reward against KL, and over checkpoints. The reference model is grey, a run keeps its colour."""
+    """What a judge says against KL, and over checkpoints. The reference model is grey, a run keeps its colour."""
     mine, results = of_runs(evaluation, runs), evaluation.results
     if len(set(mine.values())) == len(mine):  # a model for each run: under the name of the run
         models = {mine.get(name, name): one for name, one in results["models"].items()}
@@ -118,7 +118,8 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
     series = [run.series for run in runs]
     key = Key([*series, *evaluated(results, series)])
     says, more = "Bars are 95% intervals over prompts.", over_checkpoints(results, key)
-    shown = [Panel(f"gold-{number}", "Gold reward against KL", against_kl(results, key), says)]
+    title = f"{judged(results).title.rpartition(' (')[0].capitalize()} against KL"
+    shown = [Panel(f"gold-{number}", title, against_kl(results, key), says)]
     shown += [] if more is None else [Panel(f"gold-batches-{number}", "Over the checkpoints", more, says)]
     return key, shown
 

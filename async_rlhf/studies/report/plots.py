@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.commands.evaluation.tables import of_today
 from async_rlhf.run.summary import read_rows
 from async_rlhf.studies.report.charts import (
     INSTALL,
@@ -36,7 +37,7 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: Path) -> None:
-    """Write a PNG: score and KL over episodes, one line per run, and gold reward against KL.
+    """Write a PNG: score and KL over episodes, one line per run, and the reward of an evaluation against KL.
 
     The reference is the model that training began with: before the first batch KL is 0.
 
@@ -50,7 +51,7 @@ def plot_training(metrics_files: Mapping[Series, Path], out: Path, evaluation: P
     """
     begin = {EPISODES.field: 0, KL.field: 0.0}
     rows = [(series.name, row) for series, path in metrics_files.items() for row in (begin, *read_rows(path))]
-    results = json.loads(evaluation.read_text(encoding="utf-8"))["results"]
+    results = of_today(json.loads(evaluation.read_text(encoding="utf-8"))["results"])
     key = Key([*metrics_files, *evaluated(results, metrics_files)])
     panels = [against_kl(results, key)]
     for y in (SCORE, KL):
@@ -68,7 +69,7 @@ def evaluated(results: Mapping[str, Any], runs: Iterable[Series]) -> list[Series
 
 
 def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
-    """Write a PNG: gold reward (or, with a pairwise judge, win-rate) against KL, and over the checkpoints of a run.
+    """Write a PNG: reward (or, with a pairwise judge, win-rate) against KL, and over the checkpoints of a run.
 
     Without vl-convert nothing is drawn, and the log says so.
 
@@ -85,9 +86,9 @@ def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
 
 
 def judged(results: Mapping[str, Any]) -> Axis:
-    """What the judge says of every model: gold reward or, without one, the win-rate."""
-    if all("gold_mean" in one for one in results["models"].values()):
-        return Axis("gold_mean", "gold reward (mean, 95% interval)")
+    """What the judge says of every model: reward or, without one, the win-rate."""
+    if all("reward_mean" in one for one in results["models"].values()):
+        return Axis("reward_mean", f"{results.get('reward', 'reward')} (mean, 95% interval)")
     opponent = "reference_response" if results["reference_response"] else results["reference"]
     key = f"win_rate_vs_{opponent}"
     return Axis(key, f"{key.replace('_', ' ')} (95% interval)", format="%")

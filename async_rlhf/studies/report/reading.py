@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from async_rlhf.commands.evaluation.tables import of_today
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.yaml_text import read_yaml
@@ -176,7 +177,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
     try:
         found = from_json((folder / EVALUATION).read_text(encoding="utf-8"))
         config, results = fitted(found.get("config"), {"": _is_text}, []) or {}, fitted(found["results"], _RESULTS, [])
-        results = {"reference": "", "reference_response": None, **results}
+        results = of_today({"reference": "", "reference_response": None, **results})
         results["models"] = {
             name: {key: one for key, one in figures.items() if isinstance(one, dict) == bool(_HAS_INTERVAL.search(key))}
             for name, figures in results["models"].items()
@@ -254,10 +255,10 @@ _SAMPLE: Shape = {
 _START: Shape = {"async_rlhf": {}, "packages": {}, "command": _is_list}
 _FIGURES: Shape = {"": _is_figure}
 _RESULTS: Shape = {
-    **{"reference": _is_plain, "prompts": _is_plain, "notes": _is_list},
+    **{"reference": _is_plain, "prompts": _is_plain, "notes": _is_list, "reward": _is_text},
     **{"reference_response": _FIGURES, "models": {"": _FIGURES}},
 }
-_HAS_INTERVAL = re.compile("gold_|win_rate|kl_to")
+_HAS_INTERVAL = re.compile("^reward_|win_rate|kl_to")
 
 
 def fitted(value: Any, shape: Shape, lost: list[str], name: str = "") -> Any:

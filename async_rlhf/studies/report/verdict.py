@@ -37,7 +37,7 @@ def _rewards(run: ReadRun, first: ReadRun, evaluations: Sequence[Evaluation]) ->
         if {run.name, first.name} <= models.keys():
             said = [row for row in one.samples if isinstance(row.get("models"), dict)]
             pairs = [[row["models"].get(models[each.name], {}).get("score") for each in (run, first)] for row in said]
-            yield _difference("gold reward", pairs, [row.get("query") for row in said])
+            yield _difference(one.results.get("reward", "reward"), pairs, [row.get("query") for row in said])
     mine, other = (_scores(each.eval_samples) for each in (run, first))
     both = [place for place in mine if place in other]
     yield _difference("held-out score", [[mine[p], other[p]] for p in both], [row for row, _ in both])

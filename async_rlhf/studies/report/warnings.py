@@ -219,21 +219,22 @@ def _record(run: ReadRun) -> Iterator[Warned]:
 
 def _gold_falls(evaluation: Evaluation, runs: Sequence[ReadRun]) -> Iterator[Warned]:
     """Between two checkpoints of a run: the best one is better than the last, and their intervals do not meet."""
-    mine = of_runs(evaluation, runs)
+    mine, name = of_runs(evaluation, runs), evaluation.results.get("reward", "reward")
+    why = ": the policy exploits the reward that trains it" if name == "gold reward" else ""
     for run in runs:
         golds = {
-            int(found[1]): one["gold_mean"]
+            int(found[1]): one["reward_mean"]
             for model, one in evaluation.results["models"].items()
-            if mine.get(model) == run.name and (found := CHECKPOINT.fullmatch(model)) and "gold_mean" in one
+            if mine.get(model) == run.name and (found := CHECKPOINT.fullmatch(model)) and "reward_mean" in one
         }
         if not golds:
             continue
         last, best = max(golds), max(golds, key=lambda batch: golds[batch]["estimate"])
         if golds[best]["low"] > golds[last]["high"]:
             yield Warned(
-                "The gold reward is past its peak",
+                f"The {name} is past its peak",
                 f"It was {golds[best]['estimate']:.3f} at batch {best} and is {golds[last]['estimate']:.3f} at batch "
-                f"{last}: the policy exploits the reward that trains it. Use checkpoint-{best}, or stop early.",
+                f"{last}{why}. Use checkpoint-{best}, or stop early.",
                 run=run.name,
             )
 

@@ -87,7 +87,7 @@ def _judged(trial: Trial, models: dict[str, str], folder: Path, **changes: Any) 
 
 def _kept(found: dict[str, Any]) -> dict[str, Any]:
     """What is kept of an evaluation of one model."""
-    names = {"gold": "gold_mean", "kl": "kl_to_reference", "win_rate_vs_human": "win_rate_vs_reference_response"}
+    names = {"gold": "reward_mean", "kl": "kl_to_reference", "win_rate_vs_human": "win_rate_vs_reference_response"}
     kept = {name: found[key] for name, key in names.items() if key in found}
     return kept | {"length": found["mean_length"], "ended": found["ended_share"]}
 

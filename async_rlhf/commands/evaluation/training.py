@@ -1,15 +1,20 @@
-"""Penalties of training in an evaluation: how its scores differ from those of the run, and the same scores."""
+"""What evaluated models were trained on: whether it is the judge, and how penalties made other scores of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from async_rlhf.commands.stage import fingerprint
 from async_rlhf.config import ConfigError
 from async_rlhf.config.online import NonEosPenalty
 from async_rlhf.config.yaml_text import read_yaml
-from async_rlhf.run.record import RUN_FILE
+from async_rlhf.run.record import RUN_FILE, unnamed_in
+
+_REWARDS = ("reward_model", "reward_funcs", "environment", "agent")
 
 
 @dataclass(frozen=True)
@@ -54,16 +59,45 @@ def training_penalties(models: Iterable[str]) -> Penalties | None:
         ConfigError: the runs have different penalties.
     """
     found: dict[Penalties, Path] = {}
-    for model in models:
-        file = Path(model).expanduser().parent / RUN_FILE
-        if file.is_file():
-            found.setdefault(_read(file), file)
+    for file in _run_files(models):
+        found.setdefault(_read(file), file)
     if len(found) > 1:
         first, second, *_ = found.values()
         both = f"{str(first)!r} and {str(second)!r}"
         raise ConfigError(f"penalties: {both} have different ones; must be null, or the models of runs with the same")
     one = next(iter(found), Penalties())
     return one if str(one) else None
+
+
+def reward_name(judge: Mapping[str, Any], models: Iterable[str]) -> str:
+    """What to call the scores: "gold reward" if no run of the models was trained on any part of the judge."""
+    parts, runs = _rewards(judge), [_trained_on(file) for file in _run_files(models)]
+    trained = {one for run in runs for one in run}
+    if parts and parts <= trained:
+        return "reward (trained on)"
+    # What is only a name may be what is judged by: a path from another folder, or a model on the hub and its copy.
+    unsure = {key for key, _, is_content in parts if is_content} & {key for key, _, there in trained if not there}
+    return "gold reward" if parts and runs and all(runs) and not unsure and not parts & trained else "reward"
+
+
+def _trained_on(file: Path) -> set[tuple[str, str, bool]]:
+    """Nothing if a run.yml does not say it, for it cannot be read, or the run was given objects in Python."""
+    with suppress(ConfigError):
+        found = _rewards(read_yaml(str(file), "models"))
+        return set() if any(what.startswith(_REWARDS) for what in unnamed_in(file)) else found
+    return set()
+
+
+def _rewards(values: Any) -> set[tuple[str, str, bool]]:
+    """The key of each reward, what identifies it, and whether that is its content."""
+    listed = {key: values.get(key) for key in _REWARDS} if isinstance(values, Mapping) else {}
+    named = [(key, one) for key, each in listed.items() for one in (each if isinstance(each, list) else [each])]
+    return {(key, found := fingerprint(one), found != one) for key, one in named if isinstance(one, str)}
+
+
+def _run_files(models: Iterable[str]) -> Iterator[Path]:
+    files = (Path(model).expanduser().parent / RUN_FILE for model in models)
+    return (file for file in files if file.is_file())
 
 
 def _read(file: Path) -> Penalties:
