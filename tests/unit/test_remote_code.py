@@ -183,6 +183,9 @@ def test_one_place_loads_by_name():
         "models/weights.py: model: PreTrainedModel = AutoModelForCausalLM.from_config(known, trust_remote_code=False)",
         # A file of numbers.
         "models/loading.py: model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)",
+        # Numbers, too: peft reads adapters without running anything of theirs, for a model that is loaded already.
+        "models/adapters.py: "
+        "return unwrap(PeftModel.from_pretrained(base, str(Path(name).expanduser()), is_trainable=True))",
         "models/gpu_defaults.py: model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)",
         "models/values.py: model = AutoModelForSequenceClassification.from_config("
         "config, trust_remote_code=brings_code(type(policy)))",

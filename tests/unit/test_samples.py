@@ -139,7 +139,7 @@ def test_a_sample_that_its_environment_alone_rewards_has_a_score(tokenizer):
     scored = Scorer(tokenizer, config, None, [none])(Batch(1, 3, (group,), 0.0))
     assert scored.scores_PK.item() == pytest.approx(0.9)
     group = replace(group, samples=(spelt(two_turns(), tokenizer),))
-    with pytest.raises(RewardError, match="every reward function returned None for completion 'abc<eos>'"):
+    with pytest.raises(RewardError, match="every reward function returned None for completion 'abc'"):
         Scorer(tokenizer, config, None, [none])(Batch(1, 3, (group,), 0.0))
 
 
