@@ -44,8 +44,10 @@ def linear_bytes(model: nn.Module) -> int:
     return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
 
 
-@pytest.mark.parametrize(("bits", "off"), [(8, 0.02), (4, 0.25)])
-def test_a_run_scores_with_it_and_resumes_with_no_other(gold, make_policy, tokenizer, tmp_path, bits, off):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_run_scores_with_it_and_resumes_with_no_other(gold, make_policy, tokenizer, tmp_path, bits):
+    """As near to the whole model as transformers' own scores are: processors without VNNI multiply 8 bits worse."""
+
     def train(bits: int, *callbacks, **changes) -> PreTrainedModel:
         args = new_args(tmp_path, "run", total_episodes=24, save_steps=1, **changes)
         model = loaded(gold, bits)
@@ -63,7 +65,10 @@ def test_a_run_scores_with_it_and_resumes_with_no_other(gold, make_policy, token
     assert all("objective/scores" in row for row in json_rows(tmp_path / "run" / "metrics.jsonl"))
     whole = load_reward_model(gold)
     expected, found = score_rows(whole, ROWS, 2), score_rows(model, ROWS, 2)
-    assert 0 < (found - expected).norm() / expected.norm() < off
+    with torch.no_grad():
+        plain = loaded(gold, bits)(torch.tensor(ROWS)).logits[:, 0]
+    ours, theirs = ((scores - expected).norm() / expected.norm() for scores in (found, plain))
+    assert 0 < ours < 1.05 * theirs < 0.3
     assert linear_bytes(model) * 32 == linear_bytes(whole) * bits
     assert torch.equal(model.score.weight, whole.score.weight)
 
