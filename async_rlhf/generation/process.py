@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
+import signal
 import tempfile
 import threading
 import time
@@ -33,6 +35,9 @@ from async_rlhf.models.publish import DeviceRing, SnapshotRing, Snapshots
 from async_rlhf.system.subprocesses import NO_RANK, context_of, hang_up, start_process
 
 logger = logging.getLogger(__name__)
+
+_ENDING_SECONDS = 10.0
+"""For a killed process to be gone. Where process 1 waits for no orphans, as in some containers, it never is."""
 
 
 class ProcessGenerator(RemoteGenerator):
@@ -154,6 +159,7 @@ class ProcessWorker(Worker):
         """Wait for it to end, and describe how it ended."""
         hang_up(self._pipe)  # if the fork server is dead, nothing else shows whether it has ended
         self.process.join()
+        self._end_ranks()
         self._outbox.put(None)  # the thread that sends ends, too
         return f"died (exit code {self.process.exitcode})"
 
@@ -171,7 +177,15 @@ class ProcessWorker(Worker):
         hang_up(self._pipe)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join()
+        self.end()
+
+    def _end_ranks(self) -> None:
+        """Wait for the end of the processes that vLLM started in it, which outlive it: a restart needs their GPUs."""
+        deadline = time.monotonic() + _ENDING_SECONDS
+        with suppress(ProcessLookupError):  # its group is empty
+            while self._arguments[0].gpus > 1 and time.monotonic() < deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                time.sleep(0.01)
 
 
 def _write(pipe: Connection, outbox: queue.SimpleQueue[Request | None]) -> None:

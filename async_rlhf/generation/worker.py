@@ -284,6 +284,8 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
         heartbeat: shared memory that takes the time, on the monotonic clock, of the latest sign of life.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the learner, which ends its workers
+    if spec.gpus > 1:
+        os.setpgrp()  # the processes that vLLM starts can be ended with this one, and Ctrl-C does not reach them
     logging.getLogger("transformers").setLevel(logging.ERROR)
     requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
     replies: queue.SimpleQueue[Ready | Reply | Failure | None] = queue.SimpleQueue()
