@@ -90,7 +90,7 @@ class TransformersEngine:
         """Whether rows can be added to a cache."""
         self._computes_anew: bool | None = not takes_cache or (False if self.adds_rows else None)
         """Whether no cache can be used; None if that has not been tried yet."""
-        self._warned = False
+        self._warned, self._why_anew = False, ""
         self._can_share: bool | None = None
         """Whether the model can read keys and values that rows share; None if that has not been tried yet."""
         self.routes: list[Tensor] = []
@@ -186,7 +186,7 @@ class TransformersEngine:
             self._computes_anew = not self._cache_is_right()
         if self._computes_anew and not self._warned:
             self._warned = True
-            logger.warning("WARNING: the model's cache cannot be used here; each token computes its row anew, slowly")
+            logger.warning("WARNING: no cache can be used%s; each token computes its row anew, slowly", self._why_anew)
         device = self.device
         lengths = [len(row) for row in rows]
         longest = max(lengths)
@@ -262,7 +262,8 @@ class TransformersEngine:
             for cache in (decode_cache.TokenCache(), DynamicCache(config=self.model.config)):
                 self._forward(tokens_BT, mask_BT[:, :3], positions_BT[:, :3], cache)
                 found.append(self._forward(tokens_BT[:, 1:2], mask_BT, positions_BT[:, 3:], cache).float())
-        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):  # models have ways of their own
+        except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:  # models have their own ways
+            self._why_anew = f" ({type(error).__name__}: {error})"
             return False
         finally:
             self.params = params

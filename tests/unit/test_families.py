@@ -65,6 +65,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED),
+    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 8},  # every layer is linear: no cache of transformers'
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "llama4_text": {"intermediate_size_mlp": 48, "moe_layers": [1], "attention_chunk_size": 64},
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
@@ -115,6 +116,12 @@ def test_the_engine_computes_what_the_learner_does(tmp_path, name):
     found = differences(tmp_path, name)
     assert len(found) >= 2
     assert max(found) < 1e-5
+
+
+def test_where_no_cache_can_be_used_the_reason_is_said(tmp_path, caplog):
+    assert max(differences(tmp_path, "kimi_linear")) < 1e-5
+    said = "no cache can be used (ValueError: `get_seq_length` can only be called on Attention layers"
+    assert sum(said in record.message for record in caplog.records) == 1
 
 
 def test_there_are_forty_families():
