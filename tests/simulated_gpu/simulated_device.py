@@ -3,24 +3,28 @@
 A tensor of the device wraps one on the CPU. Every operation on it comes through :func:`_run`, which raises where CUDA
 would raise because devices mix, counts what waits for the device and what crosses the bus, and computes on the CPU.
 Of streams one thing is simulated: what the host does not wait for on a stream of its own happens as late as it can.
-Kernels, NCCL and memory are not simulated. :func:`install` patches torch for good, so call it in a process of
-its own.
+NCCL is not simulated, and of kernels none but that for packed rows. :func:`install` patches torch for good, so call it
+in a process of its own.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, ClassVar
 
+import simulated_kernels
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,6 +71,10 @@ class Traffic:
 
 
 _listening: list[Traffic] = []
+allocations: list[Callable[[int, int, int, Any], None]] = []
+"""Told of each tensor that is made: its GPU, the address and the bytes of its memory, and what lives as long."""
+crossings: list[Callable[[str, int], None]] = []
+"""Told of each copy over the bus: "to_host", or "pinned" or "pageable" to a GPU; and of its bytes."""
 _backward: list[int] = []
 """The GPU of the backward pass that is under way."""
 
@@ -103,6 +111,10 @@ def _crosses(way: str, size: int) -> None:
         getattr(found, way)[_place()] += size
 
 
+class _Life:
+    """Lives as long as its tensor: a tensor itself cannot be swapped once something refers to it weakly."""
+
+
 class SimulatedTensor(torch.Tensor):
     """A tensor of a simulated GPU.
 
@@ -112,19 +124,25 @@ class SimulatedTensor(torch.Tensor):
     held: Tensor
     """The numbers, on the CPU."""
     index: int
+    life: _Life
 
     @staticmethod
     def __new__(cls, held: Tensor, index: int) -> SimulatedTensor:
         options = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
         made = torch.Tensor._make_wrapper_subclass(cls, held.size(), **options, layout=held.layout, device="cpu")
         made.held, made.index = held, index
+        memory = held.untyped_storage()
+        address = memory.data_ptr()
+        for taken in allocations:
+            made.life = _Life()
+            taken(index, address, memory.nbytes(), made.life)
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(function, args, kwargs or {})
+        return _run_unless_wrapped(function, types, args, kwargs or {})
 
     @property
     def device(self) -> torch.device:
@@ -173,6 +191,9 @@ class SimulatedTensor(torch.Tensor):
         """Which tensors share memory is asked when a model is saved."""
         return self.held.untyped_storage()
 
+    def record_stream(self, stream: SimulatedStream) -> None:
+        """Memory is not used again here while a stream needs it."""
+
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         return f"SimulatedTensor({self.held!r}, {self.device})"
 
@@ -189,17 +210,67 @@ class _Factories(TorchDispatchMode):
     """Sees operations without a tensor of the device, which may make one or move one there."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(function, args, kwargs or {})
+        return _run_unless_wrapped(function, types, args, kwargs or {})
+
+
+def _run_unless_wrapped(function: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What wraps tensors of the device, such as a DTensor, comes first: it then asks for what is within. Tensors
+    without numbers, by which it finds shapes, are on no device.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return function(*args, **kwargs)
+    if any(hasattr(kind, "__tensor_flatten__") or issubclass(kind, FakeTensor) for kind in types):
+        return NotImplemented
+    return _run(function, args, kwargs)
 
 
 def _on(device: Any) -> int | None:
     """The number of the GPU; None for the CPU."""
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
     device = torch.device(device)
     if device.type != "cuda":
         return None
-    if (device.index or 0) >= GPUS:
+    index = current_device() if device.index is None else device.index
+    if index >= GPUS:
         raise RuntimeError("CUDA error: invalid device ordinal")
-    return device.index or 0
+    _initialize()
+    return index
+
+
+def current_device() -> int:
+    """That of this thread."""
+    return getattr(_thread, "device", 0)
+
+
+@contextmanager
+def _with_device(device: Any) -> Iterator[None]:
+    before = current_device()
+    _set_device(device)
+    try:
+        yield
+    finally:
+        _thread.device = before
+
+
+def _set_device(device: Any) -> None:
+    _thread.device = _on("cuda" if device is None else device) or 0
+    _here()
+
+
+_state: dict[str, bool] = {"initialized": False, "forked": False}
+
+
+def _initialize() -> None:
+    """From its first use on, a process that is forked from this one cannot use the GPUs."""
+    if _state["forked"]:
+        text = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+        raise RuntimeError(text + "'spawn' start method")
+    _state["initialized"] = True
+
+
+def _forked() -> None:
+    _state["forked"] = _state["initialized"]
 
 
 def _place_of(tensor: Tensor) -> int | None:
@@ -228,15 +299,16 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _require_deterministic(function, args)
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    if function is aten.copy_.default and non_blocking and _streams[-1] is not None:
+    if function is aten.copy_.default and non_blocking and _stream() is not None:
         place, source = (getattr(tensor, "held", tensor) for tensor in args[:2])
-        _streams[-1].pending.append(partial(place.copy_, source))
+        _stream().pending.append(partial(place.copy_, source))
         return args[0]
     owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
     held = partial(_mapped, SimulatedTensor, attrgetter("held"))
     out = function(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
 
     def wrapped(x: Tensor) -> Tensor:
+        x = x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
         owner = owners.get(id(x))
         if owner is None:
             made = x if target is None else SimulatedTensor(x, target)
@@ -290,14 +362,15 @@ def _count_copy(source: Tensor, kind: torch.dtype, target: int | None, non_block
         return
     to_host = target is None
     host_type, device_type = (kind, source.dtype) if to_host else (source.dtype, kind)
-    _crosses(
-        "to_host" if to_host else "to_device", source.numel() * (host_type if non_blocking else device_type).itemsize
-    )
+    size = source.numel() * (host_type if non_blocking else device_type).itemsize
+    _crosses("to_host" if to_host else "to_device", size)
+    pinned = not to_host and source.untyped_storage().data_ptr() in SimulatedRuntime.pinned
+    for crossed in crossings:
+        crossed("to_host" if to_host else "pinned" if pinned else "pageable", size)
     if non_blocking and not to_host:
-        pinned = source.untyped_storage().data_ptr() in SimulatedRuntime.pinned
         for listener in _listening:
             listener.copies[f"{'pinned' if pinned else 'pageable'} {_place()}"] += 1
-    if not non_blocking or (to_host and _streams[-1] is None):  # to pageable memory the host copies by itself
+    if not non_blocking or (to_host and _stream() is None):  # to pageable memory the host copies by itself
         _waits()
 
 
@@ -362,11 +435,20 @@ def _count_waits(function: Any, args: Any, tensors: list[Tensor]) -> None:
 
 def share_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """In place of CUDA IPC: the memory that holds the numbers is shared."""
-    return _shared, (tensor.index, *reduce_tensor(tensor.held)) if isinstance(tensor, SimulatedTensor) else ()
+    if not isinstance(tensor, SimulatedTensor):
+        return reduce_tensor(tensor)
+    return shared, (*reduce_tensor(tensor.held), tensor.index)
 
 
-def _shared(index: int, rebuild: Any, arguments: tuple[Any, ...]) -> Tensor:
-    return SimulatedTensor(rebuild(*arguments), index)
+def shared(rebuild: Any, arguments: tuple[Any, ...], storage_device: int) -> Tensor:
+    """The tensor of another process, on the GPU that has this number here."""
+    held = rebuild(*arguments)
+    foreign.add(held.untyped_storage().data_ptr())
+    return SimulatedTensor(held, _on(torch.device("cuda", storage_device)) or 0)
+
+
+foreign: set[int] = set()
+"""Addresses of memory that another process has taken."""
 
 
 class SimulatedEvent:
@@ -374,11 +456,23 @@ class SimulatedEvent:
 
     def __init__(self) -> None:
         self.upto: list[Callable[[], Any]] = []
-        self.index = 0
+        self.index = current_device()
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        """Have the stream wait for it."""
+        if stream is not None:
+            stream.wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _waits()
+        self.happen()
 
     def record(self, stream: SimulatedStream | None = None) -> None:
-        """Without a stream, of the one of the current device: that is the first GPU, wherever tensors are."""
-        stream = stream or _streams[-1]
+        """Without a stream, of the one of the current device, wherever tensors are."""
+        stream = stream or _stream()
         if stream is not None:
             self.stream, self.upto, self.index = stream, list(stream.pending), stream.index
 
@@ -398,11 +492,9 @@ class SimulatedStream:
         at_once: it is the one on which everything happens at once.
     """
 
-    def __init__(self, device: Any = None, at_once: bool = False) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, at_once: bool = False) -> None:
         self.pending: list[Callable[[], Any]] = []
-        self.index = 0 if device is None else torch.device(device).index or 0
-        if self.index >= GPUS:
-            raise RuntimeError("CUDA error: invalid device ordinal")
+        self.index = _on("cuda" if device is None else device) or 0
         self._at_once = at_once
 
     def wait_event(self, event: SimulatedEvent) -> None:
@@ -410,6 +502,12 @@ class SimulatedStream:
         assert event.index == self.index, f"GPU {self.index} waits for what GPU {event.index} was asked to do"
         if self._at_once:
             event.happen()
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        """The event, or a new one."""
+        event = event or SimulatedEvent()
+        event.record(self)
+        return event
 
     def wait_stream(self, stream: SimulatedStream) -> None:
         """The stream on which everything happens at once has nothing that could be waited for."""
@@ -421,17 +519,23 @@ class SimulatedStream:
             self.pending.pop(0)()
 
 
-_streams: list[SimulatedStream | None] = [None]
-"""Those that are current, the innermost last; None for the one on which everything happens at once."""
+class _OnStream:
+    """Within, any number of times, this thread asks a stream; with None, the one that it has asked before."""
+
+    def __init__(self, stream: SimulatedStream | None) -> None:
+        self._stream, self._before = stream, list[SimulatedStream | None]()
+
+    def __enter__(self) -> None:
+        self._before.append(_stream())
+        _thread.stream = self._stream or _stream()
+
+    def __exit__(self, *error: object) -> None:
+        _thread.stream = self._before.pop()
 
 
-@contextmanager
-def _on_stream(stream: SimulatedStream | None) -> Iterator[None]:
-    _streams.append(stream)
-    try:
-        yield
-    finally:
-        _streams.pop()
+def _stream() -> SimulatedStream | None:
+    """That of this thread; None for the one on which everything happens at once."""
+    return getattr(_thread, "stream", None)
 
 
 class SimulatedRuntime:
@@ -465,21 +569,20 @@ _thread = threading.local()
 def _here() -> None:
     """From now on tensors can be made on the device in this thread."""
     if not hasattr(_thread, "factories"):
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...) then asks the mode below
         _thread.factories = _Factories()
         _thread.factories.__enter__()
 
 
 def install() -> None:
     """Let this process have ``GPUS`` simulated GPUs from now on; in this thread, tensors can be made there."""
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(numbers, device=...) then asks the mode below
     torch.__future__.set_swap_module_params_on_conversion(True)
     cuda: Any = torch.cuda
-    cuda._lazy_init = lambda: None
-    cuda.is_available = cuda.is_initialized = lambda: True
+    cuda._lazy_init = _initialize
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: _state["initialized"] and not _state["forked"]
     cuda.device_count = lambda: GPUS
-    cuda.current_device = lambda: 0
-    cuda.set_device = lambda device: _here()
-    cuda.device = lambda device: nullcontext()
+    cuda.current_device, cuda.set_device, cuda.device = current_device, _set_device, _with_device
     cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.get_device_name = lambda device=None: "simulated GPU"
     cuda.mem_get_info = lambda device=None: (80 * 10**9, 80 * 10**9)
@@ -488,10 +591,12 @@ def install() -> None:
     cuda.get_rng_state_all = lambda: [torch.zeros(16, dtype=torch.uint8) for _ in range(GPUS)]
     cuda.set_rng_state = lambda state, device=0: None
     cuda.synchronize = lambda device=None: _waits()
-    cuda.Stream, cuda.Event, cuda.stream = SimulatedStream, SimulatedEvent, _on_stream
-    cuda.current_stream = lambda device=None: _streams[-1] or SimulatedStream(device, at_once=True)
+    cuda.Stream, cuda.Event, cuda.stream = SimulatedStream, SimulatedEvent, _OnStream
+    cuda.current_stream = lambda device=None: _stream() or SimulatedStream(device, at_once=True)
     cuda.cudart = lambda: SimulatedRuntime
     Tensor.pin_memory = _pinned
+    os.register_at_fork(after_in_child=_forked)
+    simulated_kernels.install()
     _redirect_autocast()
     _here()
 
