@@ -43,6 +43,7 @@ from smallest import parse
 HERE = Path(__file__).parent
 Found = dict[str, Any]
 LIKE_410M = "--hidden 1024 --layers 24"
+SHAPES = "tldr4 reasoning agents docstrings4"
 
 
 class Part(NamedTuple):
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kernels": Part("shared_tokens", "--bf16 --rounds 5", 240, ("padded", "ratio")),
+    "kernels": Part("shared_tokens", f"--bf16 --rounds 5 --shapes {SHAPES}", 240, ("padded", "ratio")),
     "update": Part("learner", f"--bf16 {LIKE_410M} --rounds 5 --budgets 4096 16384", 180, ("ratio", "tflops", "peak")),
     "vllm": Part(
         "generation",

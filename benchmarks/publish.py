@@ -12,7 +12,8 @@ run's includes rounding and checksums:
                is a GPU for each receiver beside the learner's, else by TCP; all rounds over the same connections
     raw        torch's broadcast of as many bytes, from one piece of memory into another, by NCCL or Gloo
 
-    rounding, to the host, checksums, to the device: these parts of it alone, one after the other
+    rounding, to the host, checksums, to the device: these parts of it alone, one after the other; checksums where the
+               run computes them, on a GPU or on the host
 
 The first round of each warms up and is shown by itself. "Stall" is what the learner waits for: until publish() returns,
 with a thread that does the rest.
@@ -132,7 +133,7 @@ def parts(model: GPTNeoXForCausalLM, host: SnapshotRing, device: str) -> dict[st
     return {
         "rounding": lambda: copy(model.state_dict(), rounded),
         "to the host": lambda: copy(rounded, views),
-        "checksums": lambda: digests(views),
+        "checksums": lambda: digests(rounded, folded=True) if device.startswith("cuda") else digests(views),
         "to a device": lambda: copy(views, rounded),
     }
 

@@ -8,6 +8,9 @@ CPU. K answers of random tokens follow a prompt; their lengths are 0.5 to 1.5 ti
 turns within a round. `neox` is a GPT-NeoX of 6 layers, width 256 and 4,096 words; `llama` has SmolLM2-135M's shape, 6
 of its 30 layers, and its 49,152 words, whose head looks at each answer's tokens either way.
 
+A GPU would spend its time on launches of kernels for so little. There both have 410 million parameters, in 24 layers of
+width 1,024, and a shape has as many prompts as make 16,384 tokens of answers with their prompts; fewer below 48 GB.
+
     tokens    of the rows, and of their forest
     fewer     rows / forest: what would be saved if a token cost the same wherever it stands, and all else nothing
     bound     multiplications, rows / forest: those of blocks, of the head, which is shared only where answers are, and
@@ -30,7 +33,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -59,16 +62,29 @@ SHAPES = {
 }
 """Tokens of a prompt and of an answer, K, and prompts."""
 WORDS = 4000
+BYTES_A_TOKEN = 3_000_000
+"""Of a GPU's memory: 0.7 MB are kept for the backward pass, of up to 1.7 times as many where rows are padded."""
 PAIRS = ("padded", "packed"), ("packed", "forest")
 
 
-def model_of(kind: str) -> PreTrainedModel:
+@lru_cache(maxsize=1)
+def model_of(kind: str, size: str, device: str = "cpu") -> PreTrainedModel:
+    large = size == "410m"
     if kind == "neox":
-        return neox(4096, 256, 6, 4, 4096)
+        return (neox(50304, 1024, 24, 16, 4096) if large else neox(4096, 256, 6, 4, 4096)).to(device)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 576, "num_hidden_layers": 6, "num_attention_heads": 9, "intermediate_size": 1536}
-    more = {"num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 4096}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes, **more))
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = dict(zip(names, (1024, 24, 16, 4, 4096) if large else (576, 6, 9, 3, 1536), strict=True))
+    more = {"tie_word_embeddings": True, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes, **more)).to(device)
+
+
+def shape_of(name: str, size: str, device: str) -> tuple[int, int, int, int]:
+    prompt, answer, samples, prompts = SHAPES[name]
+    if size == "410m" and device != "cpu":
+        tokens = min(16384, torch.cuda.get_device_properties(device).total_memory // BYTES_A_TOKEN)
+        prompts = max(1, tokens // (samples * (prompt + answer)))
+    return prompt, answer, samples, prompts
 
 
 def rows_of(prompt: int, answer: int, samples: int, prompts: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +100,8 @@ def rows_of(prompt: int, answer: int, samples: int, prompts: int) -> tuple[Tenso
 def step(model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor) -> None:
     """Forward and backward pass."""
     model.zero_grad()
-    response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False).logprobs_BT.sum().backward()
+    found = response_logprobs(model, tokens_BT, mask_BT, 1.0, with_entropies=False, device=model.device)
+    found.logprobs_BT.sum().backward()
 
 
 def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, float, int]:
@@ -118,7 +135,8 @@ def counted(model: PreTrainedModel, compute: Callable[[], Any]) -> tuple[int, fl
 
 
 def measure(kind: str, shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    model, rows = model_of(kind).to(options.device), rows_of(*SHAPES[shape])
+    model = model_of(kind, options.size, options.device)
+    rows = rows_of(*shape_of(shape, options.size, options.device))
     compute = partial(step, model, *rows)
     taken: dict[str, list[float]] = {"padded": [], "packed": [], "forest": []}
     counts = {}
@@ -147,7 +165,7 @@ def sample(kind: str, shape: str, options: argparse.Namespace) -> dict[str, Any]
     given = [Prompt(n, n, tuple(row[n % 3 : prompt])) for n, row in enumerate(tokens_BT[::samples].tolist())]
     # No token ends an answer.
     params = SamplingParams(samples, 1.0, answer, (-1,), 0, batch_size=samples * prompts)
-    engine, taken = TransformersEngine(model_of(kind).eval(), params), dict[bool, list[float]]()
+    engine, taken = TransformersEngine(model_of(kind, options.size).eval(), params), dict[bool, list[float]]()
     for turn in range(options.rounds + 1):
         for shared in (False, True):
             decode_cache.SHARED = 1 if shared else 10**9
@@ -179,9 +197,11 @@ def main() -> None:
     given = [shape for shape in SHAPES if shape != "tiny"]
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=given)
     parser.add_argument("--models", nargs="+", choices=("neox", "llama"), default=["neox", "llama"])
+    parser.add_argument("--size", choices=("small", "410m"), help="by default small on a CPU, and 410m on a GPU")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    options = parse(parser, rounds=1, shapes=["tiny"], models=["neox"])
+    options = parse(parser, rounds=1, size="small", shapes=["tiny"], models=["neox"])
+    options.size = options.size or ("small" if options.device == "cpu" else "410m")
     torch.set_num_threads(1)
     columns = ["tokens", "forest", "fewer", "bound", "padded", "ratio", "smallest", "largest", "part", "memory"]
     rows = table("training", columns, options, measure)

@@ -10,4 +10,6 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY . .
 # No GPU is seen while an image is built, so make setup-vllm would take the build for CPUs.
 RUN make setup && pip install --constraint constraints.txt --editable '.[vllm,peft,quantized]' && touch $VENV/.vllm
+# There is no nvcc here, so FlashInfer needs its kernels. vllm download-kernels runs this, but does not start without a GPU.
+RUN python -m flashinfer download-kernels
 CMD ["async-rlhf", "--help"]

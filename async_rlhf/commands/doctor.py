@@ -117,6 +117,8 @@ def _gpu(row: dict[str, str], built: str | None) -> Finding:
         problems.append(f"torch for CUDA {built} has no kernels for it: it takes Turing or newer")
     elif capability < (8, 0):
         problems.append("it has no bfloat16 and no kernel for packed rows: set fp16, generation.dtype: float16")
+    if capability[0] == 10 and _lacks_flashinfer():
+        problems.append("vLLM's fastest attention for it, FlashInfer, is off without kernels: vllm download-kernels")
     if row["compute_mode"] not in ("Default", "[N/A]"):
         mode = row["compute_mode"]
         problems.append(f"compute mode {mode}: generator and learner cannot share it; nvidia-smi -c DEFAULT")
@@ -128,6 +130,15 @@ def _gpu(row: dict[str, str], built: str | None) -> Finding:
             problems.append("others use its memory: vLLM would not find its share free")
     value = f"{row['name']}, compute capability {row['compute_cap']}, {memory}"
     return Finding(f"GPU {row['index']}", value, "; ".join(problems))
+
+
+def _lacks_flashinfer() -> bool:
+    """Whether vLLM is here, but neither FlashInfer's kernels nor nvcc and ninja, which compile them."""
+    if find_spec("vllm") is None or find_spec("flashinfer_cubin") is not None:
+        return False
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    return not (any(map(shutil.which, places)) and shutil.which("ninja"))
 
 
 def _host() -> Iterator[Finding]:

@@ -191,7 +191,8 @@ class VLLMEngine:
             prompts = more(places - len(under_way)) if len(under_way) < places else ()
             for prompt in prompts:
                 (seed,) = seeds_of(self.params, [prompt])
-                params = VLLMParams(**request_fields(self.params, seed, prompt), detokenize=False)
+                fields = request_fields(self.params, seed, prompt)
+                params = VLLMParams(**fields, detokenize=False, flat_logprobs=True)
                 under_way[self._add(prompt.tokens, params, self.params.routes)] = next(numbers), prompt
             if not under_way:
                 return
@@ -268,9 +269,11 @@ class VLLMEngine:
 
 
 def _sample(prompt: Sequence[int], answer: Any, routes_TLE: np.ndarray | None = None) -> Sample:
-    logprobs = [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+    found = answer.logprobs  # flat: of one token at each place, in lists, not an object for each
+    if found.token_ids != list(answer.token_ids):
+        raise RuntimeError("vLLM gave log-probabilities of other tokens than those that it drew")
     spans = [(span.version, span.start, span.end) for span in answer.weight_versions]
-    return to_sample(prompt, answer.token_ids, logprobs, spans, answer.finish_reason, routes_TLE=routes_TLE)
+    return to_sample(prompt, answer.token_ids, found.logprobs, spans, answer.finish_reason, routes_TLE=routes_TLE)
 
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.adapters import has_adapters, is_adapter, merged_parameters
 from async_rlhf.models.quantised import like_numbers, reader
+
+logger = logging.getLogger(__name__)
 
 HASHING = min(8, os.cpu_count() or 1)
 """Threads that compute checksums of what leaves a GPU: one takes 1.3 s for 8 billion parameters."""
@@ -155,16 +158,36 @@ def fold(tensor: Tensor) -> Tensor:
     place, and summed modulo 2^64: twice, by different numbers.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data = data if data.storage_offset() % 8 == 0 else data.clone()
-    whole = data.numel() // 8 * 8
-    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
-    rest[: data.numel() - whole] = data[whole:]
-    parts = [*data[:whole].view(torch.int64).split(_FOLDED), rest.view(torch.int64)]
-    found_2, start = torch.zeros(2, dtype=torch.int64, device=data.device), 0
-    for part_N in parts:
-        words_N = _mixed(part_N)
-        places_N = torch.arange(start + 1, start + 1 + len(part_N), device=data.device)
-        found_2 += torch.stack([(words_N * (_mixed(places_N * key) | 1)).sum() for key in _KEYS])
+    if data.numel() % 8 or data.storage_offset() % 8:
+        data = nn.functional.pad(data, (0, -data.numel() % 8))  # a copy, with zeros at its end
+    words_N = data.view(torch.int64)
+    return _fold_on(words_N.untyped_storage().device)(words_N)  # where the memory is, of whatever kind the tensor is
+
+
+@cache
+def _fold_on(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """What folds words there: on a GPU one kernel, which Triton compiles, if it computes what torch's operations do."""
+    if device.type != "cuda":
+        return _fold_words
+    try:
+        from async_rlhf.models.fold_kernel import fold_words
+
+        kernel, words_N = partial(fold_words, keys=_KEYS, factors=_FACTORS), torch.arange(9999, device=device)
+        if torch.equal(kernel(words_N), _fold_words(words_N)):
+            return kernel
+        problem = "the kernel computes something else"
+    except Exception as error:  # of any kind: there may be no Triton, no C compiler, or a GPU that it does not know
+        problem = f"{type(error).__name__}: {error}"
+    logger.warning("checksums of weights take longer on %s, as their kernel cannot be used: %s", device, problem)
+    return _fold_words
+
+
+def _fold_words(words_N: Tensor) -> Tensor:
+    found_2, start = torch.zeros(2, dtype=torch.int64, device=words_N.device), 0
+    for part_N in words_N.split(_FOLDED):
+        mixed_N = _mixed(part_N)
+        places_N = torch.arange(start + 1, start + 1 + len(part_N), device=words_N.device)
+        found_2 += torch.stack([(mixed_N * (_mixed(places_N * key) | 1)).sum() for key in _KEYS])
         start += len(part_N)
     return found_2
 
@@ -173,10 +196,12 @@ _FOLDED = 1 << 22
 """Words that are folded at a time: what lies between takes some hundred megabytes."""
 _KEYS = (-7046029254386353131, -4417276706812531889)
 """2^64 / golden ratio, and a prime of xxHash, as signed numbers."""
+_FACTORS = (-49064778989728563, -4265267296055464877)
+"""Of the finaliser."""
 
 
 def _mixed(words_N: Tensor) -> Tensor:
-    for factor in (-49064778989728563, -4265267296055464877):
+    for factor in _FACTORS:
         words_N = (words_N ^ (words_N >> 33 & 0x7FFFFFFF)) * factor
     return words_N ^ (words_N >> 33 & 0x7FFFFFFF)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from printed import BENCHMARKS, by_itself, markdown, require
 
 sys.path.append(str(BENCHMARKS))
 import gpu
+import shared_tokens
+import torch
 
 WORDS = {"exits": "sys.exit('no room')", "dies": "os.kill(os.getpid(), 9)", "hangs": "time.sleep(600)"}
 WORDS |= {"says nothing": "pass", "says more": "print('[1]')", "is right": "print('a line'); print('{\"ratio\": 1.5}')"}
@@ -55,6 +58,21 @@ def test_all_parts_in_their_order(on_cpu, tmp_path):
         whole = name != "memory" and not (name == "vllm" and "not installed" in shown[0])
         assert whole == all(key in " ".join(shown) for key in part.shown), shown
         assert whole or shown[0].startswith("skipped ")
+
+
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(80, 16384), (24, 8000)])
+def test_kernels_have_as_much_to_do_as_the_gpu_has_room_for(monkeypatch, gigabytes, tokens):
+    """Rows that it keeps busy: a step of 410 million parameters, not of a thousandth of that work."""
+    memory = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for name in gpu.PARTS["kernels"].words.partition("--shapes ")[2].split():
+        prompt, answer, samples, prompts = shared_tokens.shape_of(name, "410m", "cuda:0")
+        assert 0.6 * tokens < (prompt + answer) * samples * prompts <= max(tokens, (prompt + answer) * samples)
+        assert shared_tokens.shape_of(name, "small", "cpu") == shared_tokens.SHAPES[name]
+    with torch.device("meta"):
+        models = [shared_tokens.model_of(kind, "410m", "meta") for kind in ("neox", "llama")]
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+    assert all(400e6 < size < 420e6 for size in sizes)
 
 
 @pytest.mark.parametrize("name", WORDS)

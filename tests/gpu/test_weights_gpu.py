@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from contextlib import nullcontext
 from pathlib import Path
 
 import gloo
@@ -30,6 +31,8 @@ from serving import Server
 
 from async_rlhf.generation import broadcast, server_generator
 from async_rlhf.generation.server_generator import Sender
+from async_rlhf.models import weights
+from async_rlhf.models.weights import fold
 
 pytestmark = pytest.mark.gpu
 FIGURES = Path(__file__).parents[2] / "runs" / "gpu"
@@ -57,6 +60,35 @@ def test_every_process_gets_every_tensor_by_nccl(receivers, monkeypatch):
     )
     places = [device(number) for number in range(1, receivers + 1)]
     assert len(publish.send(memory, specs, DEVICE, places, 3, prepare)) == 3
+
+
+@pytest.mark.parametrize("number", [pytest.param(0, marks=needs_gpus(1)), pytest.param(1, marks=needs_gpus(2))])
+def test_checksums_are_the_same_on_a_gpu_as_on_the_host(number):
+    """By a kernel of Triton's, on another GPU than the current one too, and on streams."""
+    place, random = torch.device(device(number)), torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (40_000_001,), dtype=torch.uint8, generator=random)
+    tensors = [data[start:stop] for start, stop in ((0, 0), (0, 3), (0, 64), (1, 30_000), (8, 80_008), (0, None))]
+    tensors += [data[: 2 * 3000 * 4096].view(torch.bfloat16).view(3000, 4096).T, torch.tensor(2.5)]
+    expected = [fold(tensor).tolist() for tensor in tensors]
+    # A part that begins at an odd byte there, too.
+    moved = [torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)]).to(place)[1:] for tensor in tensors]
+    stream = torch.cuda.Stream(place) if GPU else nullcontext()
+    for on in (nullcontext(), torch.cuda.stream(stream) if GPU else stream):
+        with on:
+            assert [fold(tensor.to(place)).tolist() for tensor in tensors] == expected
+            assert [fold(tensor).tolist() for tensor in moved] == expected
+    if GPU:
+        assert weights._fold_on(place) is not weights._fold_words, "the kernel was refused: the log says why"
+
+
+@needs_gpus(1)
+def test_a_checksum_goes_on_beyond_two_to_the_31_words():
+    count = (1 << 31) + 9 if GPU else 9
+    if GPU and torch.cuda.mem_get_info(DEVICE)[0] < 20 << 30:
+        pytest.skip("needs 20 GiB")
+    words = torch.zeros(count, dtype=torch.int64, device=DEVICE)
+    words[-1] = 5
+    assert fold(words).tolist() == weights._fold_words(words).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +161,7 @@ def test_what_publishing_takes_is_measured_and_written_down():
     receivers = min(2, max(1, device_count() - 1))
     found = publish.measure(DEVICE, publish.PYTHIA_410M if GPU else publish.SMALL, 3, receivers)
     assert found["network"] == ("nccl" if GPU and device_count() > receivers else "tcp")
-    assert found["ways"].keys() == {"device", "host", "folder", "network", "raw"}
+    assert found["ways"].keys() > {"device", "host", "folder", "network", "raw", "checksums"}
     name = machine.name_of(DEVICE)
     FIGURES.mkdir(parents=True, exist_ok=True)
     file = FIGURES / f"publish_{re.sub('[^0-9A-Za-z]+', '_', name).strip('_')}.json"

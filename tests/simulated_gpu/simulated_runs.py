@@ -386,6 +386,14 @@ def server_takes_what_was_published(processes: int) -> list[tuple[int, int]]:
     return counts
 
 
+def benchmark_of_kernels() -> dict[str, Any]:
+    """What benchmarks/shared_tokens.py measures of its smallest shape."""
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    import shared_tokens
+
+    return shared_tokens.measure("neox", "tiny", SimpleNamespace(size="small", device="cuda:0", bf16=False, rounds=1))
+
+
 def publish_float32(kind: str, folder: Path) -> Published:
     """The same without rounding."""
     return publish(kind, folder, dtype=torch.float32)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_runs import by_itself, is_deterministic, judges, leaves, tokens_in_flight, train
+from simulated_runs import benchmark_of_kernels, by_itself, is_deterministic, judges, leaves, tokens_in_flight, train
 from test_golden import KEYS, RUNS
 from tiny import rare_unless
 
@@ -114,6 +114,11 @@ def test_weights_that_come_in_flight_sample_what_they_sample_on_the_cpu(on_gpu):
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
 def test_weights_leave_the_gpu_that_they_are_on(on_gpu, device):
     assert on_gpu(leaves, device) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_the_benchmark_of_kernels_computes_on_the_gpu(on_gpu):
+    found = on_gpu(benchmark_of_kernels)
+    assert (found["tokens"], found["forest"]) == (44, 28)
 
 
 def test_a_judge_leaves_the_gpu_to_the_engine_until_all_is_sampled(on_gpu, tmp_path):

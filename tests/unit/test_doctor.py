@@ -73,6 +73,27 @@ def test_a_missing_compiler_or_header_is_said(machine, monkeypatch):
     assert "need /nowhere/Python.h: install python3" in machine(H100)["compiler"][1]
 
 
+def test_blackwell_without_flashinfers_kernels_is_said(machine, tmp_path, monkeypatch):
+    """Where vLLM is: they can be installed, or nvcc and ninja compile them."""
+    b200, cuda = H100.replace("H100 80GB HBM3, 9.0", "B200, 10.0"), tmp_path / "cuda" / "bin"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(cuda.parent))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    assert "FlashInfer, is off without kernels: vllm download-kernels" in machine(b200)["GPU 0"][1]
+    assert machine(H100)["GPU 0"][1] == ""
+    cuda.mkdir(parents=True)
+    for program in (cuda / "nvcc", tmp_path / "ninja"):
+        assert "FlashInfer" in machine(b200)["GPU 0"][1]
+        program.touch(mode=0o755)
+    assert machine(b200)["GPU 0"][1] == ""
+    (cuda / "nvcc").unlink()
+    assert "FlashInfer" in machine(b200)["GPU 0"][1]
+    (tmp_path / "flashinfer_cubin").mkdir()
+    assert machine(b200)["GPU 0"][1] == ""
+
+
 def test_full_disks_and_small_shared_memory_are_said(machine, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=6e7, free=6e7))
     found = machine(H100)

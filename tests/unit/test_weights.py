@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -143,6 +145,15 @@ def test_a_checksum_on_the_device_does_not_depend_on_its_parts(monkeypatch):
     assert fold(tensor).tolist() == whole
     assert fold_digests({"a": fold(tensor)}, {"a": tensor}) == digests({"a": tensor}, folded=True)
     assert digests({"a": tensor}, folded=True) != digests({"a": tensor.view(7, 143)}, folded=True)
+
+
+def test_a_gpu_without_triton_computes_checksums_by_torch_and_says_so(monkeypatch, caplog):
+    weights._fold_on.cache_clear()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "async_rlhf.models.fold_kernel", raising=False)
+    assert weights._fold_on(torch.device("cuda", 0)) is weights._fold_on(torch.device("cpu"))
+    weights._fold_on.cache_clear()
+    assert re.search("longer on cuda:0, as their kernel cannot be used: ModuleNotFoundError: .*triton", caplog.text)
 
 
 def test_vllm_sees_its_own_gpu_alone(monkeypatch):

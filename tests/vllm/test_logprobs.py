@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from conftest import PARAMS, SIZES, STOPS, by_transformers, new_policy, prompts_
 from tiny import LLAMA_SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from async_rlhf.generation import vllm_engine
 from async_rlhf.generation.audit import differences, probe_logprobs
 from async_rlhf.generation.sampling import Distribution, truncated
 
@@ -64,6 +66,24 @@ def test_logprobs_are_those_of_transformers(pair):
     assert min(seen["stop"], seen["length"]) > 2
     assert sum(first.tokens != second.tokens for first, second in groups) > 20
     assert differences(engine.probe(), probe_logprobs(model)).mean() < 1e-5
+
+
+def test_no_object_is_made_for_a_token(engine, monkeypatch):
+    """There would be a Logprob in a dict for each: five times the time that numbers in lists take."""
+    import vllm.logprobs
+
+    def made(*given, **options):
+        raise AssertionError("a Logprob was made")
+
+    monkeypatch.setattr(vllm.logprobs, "Logprob", made)
+    assert len(sampled(engine, prompts_of(2))) == 2
+
+
+def test_log_probabilities_of_other_tokens_are_refused():
+    flat = SimpleNamespace(token_ids=[5, 6], logprobs=[-1.0, -2.0])
+    answer = SimpleNamespace(token_ids=(5, 7), logprobs=flat, weight_versions=[], finish_reason="stop")
+    with pytest.raises(RuntimeError, match="of other tokens than those that it drew"):
+        vllm_engine._sample([9], answer)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 2.0])

@@ -106,7 +106,7 @@ def test_on_a_gpu_vllm_itself_returns_them(monkeypatch):
     assert "enable_return_routed_experts" not in options
     read_TLE = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2) % 4
     span = SimpleNamespace(version="0", start=0, end=2)
-    logprobs = [{5: SimpleNamespace(logprob=-1.0)}, {6: SimpleNamespace(logprob=-2.0)}]
+    logprobs = SimpleNamespace(token_ids=[5, 6], logprobs=[-1.0, -2.0])
     answer = {
         "index": 0,
         "token_ids": [5, 6],
