@@ -238,6 +238,13 @@ def _on(device: Any) -> int | None:
     return index
 
 
+def _numbered(device: Any) -> Any:
+    """torch's C++ code asks CUDA itself which GPU is the current one."""
+    if device == "cuda" or (isinstance(device, torch.device) and device.type == "cuda" and device.index is None):
+        return torch.device("cuda", current_device())
+    return device
+
+
 def current_device() -> int:
     """That of this thread."""
     return getattr(_thread, "device", 0)
@@ -595,6 +602,9 @@ def install() -> None:
     cuda.current_stream = lambda device=None: _stream() or SimulatedStream(device, at_once=True)
     cuda.cudart = lambda: SimulatedRuntime
     Tensor.pin_memory = _pinned
+    Tensor.cuda = lambda self, device=None, **options: self.to("cuda" if device is None else device, **options)
+    to = Tensor.to
+    Tensor.to = lambda self, *args, **options: to(self, *map(_numbered, args), **options)
     os.register_at_fork(after_in_child=_forked)
     simulated_kernels.install()
     _redirect_autocast()

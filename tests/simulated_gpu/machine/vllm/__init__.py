@@ -58,9 +58,9 @@ class _Row:
     finish_reason: str | None = None
 
     @property
-    def logprobs(self) -> list[dict[int, Any]]:
-        pairs = zip(self.token_ids, self.scores, strict=True)
-        return [{token: SimpleNamespace(logprob=score)} for token, score in pairs]
+    def logprobs(self) -> Any:
+        """As with flat_logprobs, which is asked for."""
+        return SimpleNamespace(token_ids=self.token_ids, logprobs=self.scores)
 
     @property
     def weight_versions(self) -> list[Any]:
@@ -221,7 +221,7 @@ def _serve(rank: int, world: int, arguments: dict[str, Any], pipe: Connection) -
     while True:
         try:
             method, given = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the engine's process is gone
             return
         try:
             pipe.send((True, _called(worker, method, given)))

@@ -1,0 +1,234 @@
+"""Recipes and commands on simulated machines: each starts, trains, saves, is killed, resumes and ends.
+
+Every process has the GPUs of tests/simulated_gpu/simulated_machine.py, and a stand-in for vLLM. Recipes are as they
+stand but for the size of models, batches and answers. docs/first_hour_gpu.md has the table of what is run here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny import byte_tokenizer, json_rows
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from async_rlhf.models.saving import write_model
+
+ROOT = Path(__file__).parents[2]
+SIMULATED = ROOT / "tests/simulated_gpu/machine"
+PROGRAM = Path(sys.executable).parent
+BATCHES = 3
+SECONDS = 400
+ROUNDING = 0.02
+"""Nats a token by which the generator may differ from the learner, in bfloat16: with other weights it is more."""
+pytestmark = pytest.mark.machines
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe on a machine.
+
+    Args:
+        machine: GPUs of a host, and GB of each.
+        recipe: its name.
+        flags: what a page adds to the command.
+        ranks: of the learner.
+        servers: words of a server on another host; None for none.
+        killed: whether it is killed after its first checkpoint, and resumed.
+    """
+
+    machine: str
+    recipe: str
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    servers: tuple[str, ...] | None = None
+    killed: bool = True
+
+
+def shares(part: float) -> tuple[str, str]:
+    return ("--train.generation.vllm.gpu_memory_utilization", str(part))
+
+
+IN_TURN = ("--train.staleness", "0", "--train.generation.placement", "process")
+CASES = {
+    # of the recipes' pages
+    "grpo_24gb": Case("1x24", "gsm8k/grpo_24gb"),
+    "gsm8k on one": Case("1x80", "gsm8k/grpo", shares(0.3)),
+    "gsm8k": Case("2x80", "gsm8k/grpo"),
+    "gsm8k in turn": Case("2x80", "gsm8k/grpo", IN_TURN),
+    "gsm8k, S = 2": Case("2x80", "gsm8k/grpo", ("--train.staleness", "2")),
+    "gsm8k, pairs": Case("2x80", "gsm8k/online_dpo"),
+    "tldr on one, in turn": Case("1x80", "tldr/online_dpo_410m", ("--train.staleness", "0", *shares(0.3))),
+    "tldr on one": Case("1x80", "tldr/online_dpo_410m", shares(0.3)),
+    "tldr on one of 24 GB": Case("1x24", "tldr/online_dpo_410m", shares(0.3)),
+    "tldr": Case("2x80", "tldr/online_dpo_410m"),
+    "tldr, 1B": Case("2x80", "tldr/online_dpo_1b"),
+    "tldr, PPO": Case("2x80", "tldr/ppo_410m"),
+    "tldr, RLOO": Case("2x80", "tldr/rloo_410m"),
+    "tldr on four": Case("4x80", "tldr/online_dpo_410m", ranks=3),
+    "tldr on four, in turn": Case("4x80", "tldr/online_dpo_410m", IN_TURN, ranks=3),
+    "tldr on four, without vLLM": Case(
+        "4x80",
+        "tldr/online_dpo_410m",
+        ("--train.staleness", "0", "--train.generation.engine", "transformers"),
+        ranks=4,
+    ),
+    "tldr, 2.8B": Case("4x80", "tldr/online_dpo_2.8b", ranks=3),
+    "no_robots": Case("8x80", "no_robots/online_dpo", ranks=6),
+    "sums on one": Case("1x24", "smollm/sums_gpu"),
+    "sums": Case("2x80", "smollm/sums_gpu"),
+    # of docs/scaling.md
+    "two GPUs a generator": Case("8x80", "gsm8k/grpo", ("--train.generation.vllm.tensor_parallel_size", "2")),
+    "generators on seven": Case("8x80", "gsm8k/grpo", ("--train.generation.workers", "2")),
+    "servers by network": Case("8x80", "gsm8k/grpo", ("--train.generation.weights_transport", "network"), servers=()),
+    "servers of two GPUs by network": Case(
+        "8x80",
+        "gsm8k/grpo",
+        ("--train.generation.weights_transport", "network"),
+        servers=("--tensor_parallel_size", "2"),
+    ),
+    "servers by folder": Case("8x80", "gsm8k/grpo", ("--train.generation.weights_transport", "folder"), servers=()),
+    "ranks and servers by network": Case(
+        "2x80", "gsm8k/grpo", ("--train.generation.weights_transport", "network"), ranks=2, servers=()
+    ),
+    "adapters alone": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4", "--train.lora.publish", "adapter")),
+    "adapters merged": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4")),
+}
+FEW = ("grpo_24gb", "gsm8k", "servers by network")
+"""Those of CI: make test-machines-few."""
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """A policy and a reward model whose heads can be divided among GPUs, and data of every recipe's form."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=258, bos_token_id=256, eos_token_id=256, pad_token_id=257, num_labels=1, **sizes)
+    torch.manual_seed(0)
+    write_model(LlamaForCausalLM(config), tokenizer, folder / "policy")
+    write_model(LlamaForSequenceClassification(config), tokenizer, folder / "judge")
+    sums = [(f"What is {i} + 1?", str(i + 1)) for i in range(60)]
+    plain = [{"query": question, "answer": answer} for question, answer in sums]
+    chats = [{"messages": [{"role": "user", "content": question}], "answer": answer} for question, answer in sums]
+    for name, rows in (("plain", plain), ("chats", chats)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def words_of(case: Case, models: Path, output: Path) -> list[str]:
+    """The command's words: the recipe, other sizes, and the case's flags."""
+    asked = yaml.safe_load((ROOT / f"recipes/{case.recipe}.yml").read_text("utf-8"))
+    data = models / ("chats.jsonl" if asked["data"].get("prompt_field") == "messages" else "plain.jsonl")
+    changes = {
+        "model": models / "policy",
+        "data.train": data,
+        "data.eval": data,
+        "train.output_dir": output,
+        "train.total_episodes": 4 * case.ranks * BATCHES,
+        "train.per_device_train_batch_size": 2,
+        "train.gradient_accumulation_steps": 2,
+        "train.generation.response_length": 6,
+        "train.max_prompt_length": 64,
+        "train.save_steps": 1,
+        "train.eval_steps": 0,
+        "train.num_threads": 1,
+        "train.parallel.ranks": case.ranks,
+    }
+    if "reward_model" in asked:
+        changes["reward_model"] = models / "judge"
+    for size in {"completions_per_batch", "batches", "metric_for_best_model"} & asked["train"].keys():
+        changes[f"train.{size}"] = "null"
+    found = ["train", "--config", str(ROOT / f"recipes/{case.recipe}.yml")]
+    return found + [f"--{key}={value}" for key, value in changes.items()] + list(case.flags)
+
+
+def environment_of(machine: str, folder: Path) -> dict[str, str]:
+    """Of a process on a host."""
+    kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {
+        **kept,
+        "SIMULATED_MACHINE": f"{machine}:{folder}",
+        "PYTHONPATH": str(SIMULATED),
+        "OMP_NUM_THREADS": "1",
+        "ASYNC_RLHF_API_KEY": "secret",
+        "PATH": f"{PROGRAM}:{os.environ['PATH']}",
+    }
+
+
+@contextmanager
+def started(words: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a group of processes of its own, which ends with it."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            words, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """All of its group, as kill -9 and a host that goes do."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def served(case: Case, models: Path, folder: Path) -> Iterator[list[str]]:
+    """Words by which the run finds the case's server, on a host of its own."""
+    if case.servers is None:
+        yield []
+        return
+    port = free_port()
+    words = ["async-rlhf", "serve", "--model", str(models / "policy"), "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--dtype", "bfloat16", *case.servers]
+    with started(words, environment_of(case.machine, folder / "servers"), folder / "server.log"):
+        found = ["--train.generation.placement", "server", "--train.generation.urls", f"[http://127.0.0.1:{port}]"]
+        yield [*found, "--train.generation.heartbeat_timeout", "200"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name not in FEW)) for name in CASES])
+def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
+    case, output, log = CASES[name], tmp_path / "run", tmp_path / "run.log"
+    launcher = ["async-rlhf"]
+    if case.ranks > 1:
+        launcher = ["torchrun", "--nproc-per-node", str(case.ranks), "--master-port", str(free_port())]
+        launcher += ["-m", "async_rlhf.cli"]
+    with served(case, models, tmp_path) as found:
+        words, environment = [*words_of(case, models, output), *found], environment_of(case.machine, tmp_path / "host")
+        deadline = time.monotonic() + SECONDS
+        if case.killed:
+            with started([*launcher, *words], environment, log) as process:
+                while not (output / "checkpoint-1").is_dir():
+                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                    time.sleep(0.05)
+            words.append("--resume")
+        with started([*launcher, *words], environment, log) as process:
+            assert process.wait(timeout=max(1, deadline - time.monotonic())) == 0, log.read_text()[-3000:]
+    assert (output / "final" / "config.json").is_file() or (output / "final" / "adapter_config.json").is_file()
+    batches = [row for row in json_rows(output / "metrics.jsonl") if "objective/scores" in row]
+    assert [row["batch"] for row in batches] == list(range(1, BATCHES + 1))
+    assert all(row["engine/logprob_difference"] < ROUNDING for row in batches if "engine/logprob_difference" in row)
