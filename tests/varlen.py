@@ -62,22 +62,23 @@ def _backward(
     back: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     CALLS["backward"] += 1
-    groups = query.shape[1] // key.shape[1]
-    found = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    groups, shape = query.shape[1] // key.shape[1], (len(key), *query.shape[1:])
+    found = torch.zeros_like(query), key.new_zeros(shape), key.new_zeros(shape)
     for q, k in _parts(starts, key_starts):
         keys, values = (each[k].repeat_interleave(groups, 1) for each in (key, value))
         shares_HQK = (_scores(query[q], key[k], scale, back) - sums[:, q, None]).exp()
         passed_HQK = torch.einsum("qhd,khd->hqk", gradient[q], values)
         passed_HQK = shares_HQK * (passed_HQK - (gradient[q] * out[q]).sum(-1).T[..., None]) * scale
         found[0][q] = torch.einsum("hqk,khd->qhd", passed_HQK, keys)
-        found[1][k] = torch.einsum("hqk,qhd->khd", passed_HQK, query[q]).unflatten(1, (-1, groups)).sum(2)
-        found[2][k] = torch.einsum("hqk,qhd->khd", shares_HQK, gradient[q]).unflatten(1, (-1, groups)).sum(2)
+        found[1][k] = torch.einsum("hqk,qhd->khd", passed_HQK, query[q])
+        found[2][k] = torch.einsum("hqk,qhd->khd", shares_HQK, gradient[q])
     return found
 
 
 @_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    shape = (len(key), *query.shape[1:])
+    return torch.empty_like(query), key.new_empty(shape), value.new_empty(shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -86,8 +87,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = _backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.back)
-    return (*found, None, None, None, None)
+    """FlashAttention's, too, are first of all query heads, and then summed to those of keys."""
+    query, key, *rest = ctx.saved_tensors
+    groups = query.shape[1] // key.shape[1]
+    of_query, *heads = _backward(gradient.contiguous(), query, key, *rest, ctx.scale, ctx.back)
+    of_key, of_value = (each.unflatten(1, (-1, groups)).sum(2) if groups > 1 else each for each in heads)
+    return (of_query, of_key, of_value, None, None, None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -121,8 +121,8 @@ class _Copies:
     def __init__(self, places: Tensor, sources: tuple[Tensor, ...]) -> None:
         self._places, self._sources = places, sources
         self._made: list[Tensor] = []
-        self.kept: Sequence[Tensor] = []
-        """In place of each copy what it was copied from."""
+        self.kept: dict[int, Tensor] = {}
+        """By number, in place of each copy what it was copied from."""
 
     def make(self) -> list[Tensor]:
         """The copies."""
@@ -131,22 +131,24 @@ class _Copies:
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[int, bool]:
         """Number of a tensor in what is kept, and whether it was copied; the places, which the rows have anyway."""
-        if tensor.is_set_to(self._places):
+        if tensor is self._places:
             return tensor
-        sources = [source for source, copy in zip(self._sources, self._made, strict=False) if tensor.is_set_to(copy)]
-        self.kept = [*self.kept, *(sources or [tensor])]
-        return len(self.kept) - 1, bool(sources)
+        sources = [source for source, copy in zip(self._sources, self._made, strict=False) if tensor is copy]
+        number = len(self.kept)
+        self.kept[number] = sources[0] if sources else tensor
+        return number, bool(sources)
 
     def unpack(self, packed: Tensor | tuple[int, bool]) -> Tensor:
-        """That tensor."""
+        """That tensor, once: the graph is there longer than what its nodes keep."""
         if isinstance(packed, Tensor):
             return packed
         number, copied = packed
-        return self.kept[number][self._places] if copied else self.kept[number]
+        tensor = self.kept.pop(number)
+        return tensor[self._places] if copied else tensor
 
-    def taken(self) -> Sequence[Tensor]:
+    def taken(self) -> list[Tensor]:
         """All that is kept, which is then here no more."""
-        kept, self.kept, self._made, self._sources = self.kept, (), [], ()
+        kept, self.kept, self._made, self._sources = [*self.kept.values()], {}, [], ()
         return kept
 
 
@@ -163,7 +165,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_NHD: Tensor) -> tuple[Tensor, None]:
-        ctx.copies.kept = ctx.saved_tensors  # attention's own backward pass comes next
+        ctx.copies.kept = dict(enumerate(ctx.saved_tensors))  # attention's own backward pass comes next
         return gradient_NHD, None
 
 

@@ -51,26 +51,13 @@ def test_attention_is_computed_once_and_has_the_gradients_of_rows_alone(kind, ho
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_no_copy_of_keys_and_values_outlives_its_call(how):
-    model, (tokens_BT, mask_BT) = made("llama"), rows()
-    choose(True, False, {"model": model}, False)
-    prepared(model, how)
-    varlen.READ.clear()
-    logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
-    gc.collect()
-    assert [read() for read in varlen.READ] == [None] * 4
-    logprobs_BT.sum().backward(retain_graph=not how)
-    first = [p.grad.clone() for p in model.parameters()]
-    if not how:
-        logprobs_BT.sum().backward()
-        assert all(torch.equal(p.grad, 2 * one) for p, one in zip(model.parameters(), first, strict=True))
-
-
-def test_gradient_checkpointing_decides_what_of_attention_is_kept(monkeypatch):
-    """Of a whole block that is computed again, no query, key or output."""
+def test_nothing_is_kept_longer_than_it_is_needed(how, monkeypatch):
+    """No copy of keys and values outlives its call. Where a block is computed again, queries, keys and outputs
+    are not kept either; after the backward pass they never are, while the graph is still there.
+    """
     model, (tokens_BT, mask_BT), kept = made("llama"), rows(), []
     choose(True, False, {"model": model}, False)
-    prepared(model, True)
+    prepared(model, how)
     taken = packing._Copies.taken
 
     def seen(copies):
@@ -79,10 +66,20 @@ def test_gradient_checkpointing_decides_what_of_attention_is_kept(monkeypatch):
         return found
 
     monkeypatch.setattr(packing._Copies, "taken", seen)
+    varlen.READ.clear()
     logprobs_BT = response_logprobs(model, tokens_BT, mask_BT, 1.0).logprobs_BT
     gc.collect()
-    assert [tensor() for tensor in kept] == [None] * 10
+    assert [read() for read in varlen.READ] == [None] * 4
+    assert len(kept) == 10
+    assert all(tensor() is None for tensor in kept) is (how is not False)
+    if not how:
+        logprobs_BT.sum().backward(retain_graph=True)
+        first = [p.grad.clone() for p in model.parameters()]
     logprobs_BT.sum().backward()
+    gc.collect()
+    assert all(tensor() is None for tensor in kept)
+    if not how:
+        assert all(torch.equal(p.grad, 2 * one) for p, one in zip(model.parameters(), first, strict=True))
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -15,7 +15,7 @@ from typing import Any
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
-from async_rlhf.models.memory import USED, LearnerMemory, Pass, Shape
+from async_rlhf.models.memory import KEYS, USED, LearnerMemory, Pass, Shape
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, parts
@@ -348,6 +348,11 @@ class Roofline:
         operations = sum(count * (2 * self._active + self._attention(each)) for count, each in seen)
         return operations * parameters / self._policy
 
+    def _keys(self, samples: int) -> float:
+        """Keys of a pass for each of its tokens: of every sample those of its prompt too, which stands there once."""
+        prompt, response = self.batch.longest_prompt, self.batch.response_length
+        return min(KEYS, samples * (prompt + response) / (prompt + samples * response)) if self._bf16 else 0.0
+
     @property
     def _policy(self) -> float:
         assert self.model.parameters is not None
@@ -444,7 +449,11 @@ class Roofline:
         model, batch = self.model, self.batch
         tokens = batch.longest_prompt + batch.response_length
         annotate, update = (
-            Pass(rows * tokens, rows * batch.response_length) for rows in (batch.annotate_rows, batch.train_rows)
+            Pass(rows * tokens, rows * batch.response_length, rows * tokens * self._keys(samples))
+            for rows, samples in (
+                (batch.annotate_rows, batch.samples_per_prompt),
+                (batch.train_rows, batch.trained_per_prompt),
+            )
         )
         return LearnerMemory(
             shape_of(model),
@@ -471,4 +480,5 @@ def shape_of(model: ModelSizeConfig) -> Shape:
     hidden = model.hidden or round((root - embeddings) / (24 * model.layers))
     feed_forward = model.feed_forward or round(hidden * (3.5 if model.block == "llama" else 4))
     met = model.experts_per_token * feed_forward
-    return Shape(model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, met, model.block, model.tied)
+    sizes = model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, met, model.block, model.tied
+    return Shape(*sizes, query_width=model.attention_width or 0)
