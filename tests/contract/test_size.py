@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_440, 31_331, 39_335, 16, 453
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_448, 31_339, 39_342, 16, 453
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_902
 """Of benchmarks/ and scripts/."""
