@@ -233,7 +233,7 @@ class Learner:
         assert model is not None
         device = model.device
         shared = self.ranks.count == 1 and device == self.policy.device
-        return self._annotating if shared else passes_through([model], self.config.annotation_limits), device
+        return self._annotating if shared else passes_through([model], self.config.annotation_limits, device), device
 
     def _annotations(self) -> list[tuple[AbstractContextManager[object], _Compute]]:
         """What the algorithm needs that passes without gradient give, each with what puts its model at hand."""
@@ -484,12 +484,12 @@ class Learner:
     @cached_property
     def _training(self) -> Passes:
         """The limits of a forward and backward pass."""
-        return passes_through(self._models, self.config.training_limits)
+        return passes_through(self._models, self.config.training_limits, self.parallel.device_of(self.policy))
 
     @cached_property
     def _annotating(self) -> Passes:
         """The limits of a pass without gradient."""
-        return passes_through(self._models, self.config.annotation_limits)
+        return passes_through(self._models, self.config.annotation_limits, self.parallel.device_of(self.policy))
 
     @property
     def _models(self) -> list[PreTrainedModel]:

@@ -21,8 +21,8 @@ from async_rlhf.config.sizes import PassLimits
 from async_rlhf.config.stages import StageConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel, trainable
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
-from async_rlhf.models.memory import USED, LearnerMemory, Pass, Shape
-from async_rlhf.models.packing import has_soft_cap, holds_scores, is_packed, shares
+from async_rlhf.models.memory import KEYS, USED, LearnerMemory, Pass, Shape
+from async_rlhf.models.packing import has_soft_cap, holds_scores, is_packed, runs_kernel, shares
 from async_rlhf.models.passes import Passes
 
 logger = logging.getLogger(__name__)
@@ -87,16 +87,16 @@ class PassMemory:
 
     def _moments(self, tokens: int) -> list[float]:
         """Bytes at each moment that may be the peak of a pass of so many tokens, of all models together."""
-        one = Pass(tokens, tokens)
-        sized = [replace(memory, update=one, annotate=one) for memory in self.models]
+        sized = [memory.with_passes(tokens, tokens) for memory in self.models]
         each = [(m.updating() if self.with_gradient else m.annotating()).values() for m in sized]
         return list(map(sum, product(*each)))
 
 
-def passes_through(models: Sequence[PreTrainedModel], limits: PassLimits) -> Passes:
-    """The limits of a pass through models, one after the other."""
+def passes_through(models: Sequence[PreTrainedModel], limits: PassLimits, device: torch.device) -> Passes:
+    """The limits of a pass through models, one after the other, on a device."""
     width = models[0].config.get_text_config().hidden_size
-    return Passes(limits.units, limits.tokens, all(map(is_packed, models)), width, all(map(shares, models)))
+    keys = KEYS if runs_kernel(device) else math.inf  # elsewhere none are copied for each branch
+    return Passes(limits.units, limits.tokens, all(map(is_packed, models)), width, all(map(shares, models)), keys)
 
 
 def memory_of(model: PreTrainedModel, config: OnlineConfig, parallel: Parallel, recompute: bool | str) -> LearnerMemory:
@@ -136,6 +136,7 @@ def shape_of(model: PreTrainedModel, parallel: Parallel) -> Shape:
         feed_forward=feed_forward,
         block="llama" if gated else "gpt_neox",
         tied=bool(getattr(config, "tie_word_embeddings", False)),
+        query_width=heads * head_size,
     )
 
 
@@ -254,9 +255,9 @@ def bytes_of_update(
     "auto" as they must be, with AdamW; see :func:`with_sizes`.
     """
     rows = with_least(config, rows_per_unit).training_limits.rows(config.max_length, rows_per_unit)
-    one = Pass(rows * config.max_length, rows * config.generation.longest_written)
+    tokens, sampled = rows * config.max_length, rows * config.generation.longest_written
     total = _held(trained, frozen, config, parallel)
     for model in trained:
-        memory = replace(memory_of(model, config, parallel, recompute), update=one, annotate=one)
+        memory = memory_of(model, config, parallel, recompute).with_passes(tokens, sampled)
         total += max(memory.updating().values())
     return total

@@ -7,11 +7,14 @@ need for themselves (see ``hardware.memory_share``), and adapters. A value model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 USED = 0.8
 """Share of a GPU's memory up to which a run keeps activations and fills passes. The rest is for fragments, and for what
 is not counted."""
+KEYS = 8
+"""Keys that a pass may have for each token of its limit: what attention's kernel copies of them, and their gradients,
+then take about what the feed-forward layer of the block has just given up, in Llama 8B 196 KB and 172 KB a token."""
 _FLOAT, _BFLOAT = 4, 2
 _CHUNK_BYTES, _LEAST_ROWS = 30 << 20, 2048
 """As in models/head.py on a GPU."""
@@ -48,6 +51,7 @@ class Shape:
         tied: whether the output head is the embedding.
         scores: query heads x tokens of the longest row, where attention holds its scores; 0 for a kernel that does not.
         capped: whether these scores have a soft cap.
+        query_width: query heads x head size; 0 for the width of the residual stream.
     """
 
     parameters: float
@@ -60,6 +64,7 @@ class Shape:
     tied: bool = False
     scores: int = 0
     capped: bool = False
+    query_width: int = 0
 
     @property
     def embedding(self) -> float:
@@ -79,10 +84,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Pass:
-    """Tokens of one forward pass: of the padded rows, and how many of them were sampled, at most."""
+    """Tokens of one forward pass: of the padded rows, and how many of them were sampled, at most; and the keys of all
+    branches, where a kernel for packed rows copies those that they share.
+    """
 
     tokens: float
     sampled: float
+    keys: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,13 @@ class LearnerMemory:
     state_bytes: float = 16.0
     zero: int = 0
     context: int = 1
+
+    def with_passes(self, tokens: float, sampled: float) -> LearnerMemory:
+        """The same with passes of so many tokens, and in 16 bits, where branches may share keys, as many as a pass may
+        have.
+        """
+        one = Pass(tokens, sampled, KEYS * tokens if self.bf16 else 0.0)
+        return replace(self, annotate=one, update=one)
 
     # What lies there all the time
 
@@ -219,6 +234,16 @@ class LearnerMemory:
         """Of one block, padding counted."""
         return self._tokens(one) * self.shape.scores
 
+    def copied_keys(self, one: Pass) -> float:
+        """Keys and values of all branches, in 16 bits, which one block copies for its attention."""
+        return 2 * _BFLOAT * one.keys / self.context * self.shape.kv_width
+
+    def key_gradients(self) -> float:
+        """Gradients of these copies; the kernel first makes those of every query head."""
+        shape = self.shape
+        heads = (shape.query_width or shape.hidden) / shape.kv_width
+        return self.copied_keys(self.update) * (1 + (heads if heads > 1 else 0))
+
     def products(self) -> float:
         """What of one block is kept although it is computed again: what attention and matrix products return."""
         if self.recompute != "selective":
@@ -240,21 +265,25 @@ class LearnerMemory:
 
     def block_passing(self, one: Pass) -> float:
         """What a block holds at once, without gradient: four states, and three products of its feed-forward layer, or
-        the scores of attention before and after a step, and as float32.
+        the scores of attention before and after a step, and as float32, or the keys that it copies.
         """
         product = (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(one) * self.shape.feed_forward
-        return 4 * self._states(one) + max(3 * product, 3 * _FLOAT * self._scores(one))
+        return 4 * self._states(one) + max(3 * product, 3 * _FLOAT * self._scores(one), self.copied_keys(one))
 
     # The backward pass of one block
 
     def block_again(self) -> float:
         """The last block but one: its weights, those of the next and the gradients of the one before; what it computes
         again, or else what the last block has given up; the gradient of its largest matrix, and of what is passed on
-        within its feed-forward layer, or of scores.
+        within its feed-forward layer, or of scores; or the copied keys and their gradients, when that layer has given
+        up what it kept.
         """
         shape, matrix = self.shape, self.shape.hidden * self.shape.feed_forward
         passed_on = 2 * (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(self.update) * shape.feed_forward
-        passed_on = max(passed_on, 2 * _FLOAT * self._scores(self.update))
+        kept = _PRODUCTS[shape.block][2] * (_BFLOAT if self.bf16 else _FLOAT) if self.recompute == "selective" else 0
+        freed = self._of_block((0, 0, _SAVED[shape.block, self._computing][2] - kept))
+        copied = self.copied_keys(self.update) + self.key_gradients() - freed
+        passed_on = max(passed_on, 2 * _FLOAT * self._scores(self.update), copied)
         casts = self._copies(shape.one_block - matrix)
         if not self.recompute:
             casts = self._copies((shape.layers - 1) * shape.one_block - matrix)

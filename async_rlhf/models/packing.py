@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -89,21 +88,85 @@ def _attention(
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in heads)
         sees, grouped = (-1 if window is None else window - 1, 0), query.shape[1] != key.shape[1]
         attend = partial(_by_kernel, forest, scale=options.get("scaling"), window_size=sees, enable_gqa=grouped)
-        if forest.keys is not None and torch.is_grad_enabled():
-            # What is copied is larger than what it is copied from: it is copied again rather than kept.
-            return checkpoint(attend, query, key, value, use_reentrant=False)[None], None
         return attend(query, key, value)[None], None
     return _in_calls(module, heads, forest, window, **options), None
 
 
 def _by_kernel(forest: Forest, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Attention (N, H, D) in one call. The last query of a branch is at its last key: so a window counts positions."""
+    bounds = forest.starts, forest.key_starts, forest.longest, forest.longest_keys
     if forest.keys is not None:
-        key, value = key[forest.keys], value[forest.keys]
-    queries, keys, longest, longest_keys = forest.starts, forest.key_starts, forest.longest, forest.longest_keys
-    out_NHD = varlen_attn(query, key, value, queries, keys, longest, longest_keys, **options)
+        return _by_copies(forest.keys, query, key, value, *bounds, **options)
+    out_NHD = varlen_attn(query, key, value, *bounds, **options)
     assert isinstance(out_NHD, Tensor)  # more only if asked for
     return out_NHD
+
+
+@torch.compiler.disable  # it sees no hooks
+def _by_copies(keys: Tensor, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, **options: Any) -> Tensor:
+    """The same with a copy of the keys and values of each branch, which are larger than what they are copied from: for
+    the backward pass they are copied again rather than kept, and attention's output is kept.
+    """
+    copies = _Copies(keys, (key, value))
+    with torch.autograd.graph.saved_tensors_hooks(copies.pack, copies.unpack):
+        key, value = copies.make()
+        out_NHD = varlen_attn(query, key, value, *bounds, **options)
+    assert isinstance(out_NHD, Tensor)
+    return _Kept.apply(out_NHD, copies)
+
+
+class _Copies:
+    """Rows of tensors, by their places, and what attention to them needs for its backward pass."""
+
+    def __init__(self, places: Tensor, sources: tuple[Tensor, ...]) -> None:
+        self._places, self._sources = places, sources
+        self._made: list[Tensor] = []
+        self.kept: dict[int, Tensor] = {}
+        """By number, in place of each copy what it was copied from."""
+
+    def make(self) -> list[Tensor]:
+        """The copies."""
+        self._made = [source[self._places] for source in self._sources]
+        return self._made
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[int, bool]:
+        """Number of a tensor in what is kept, and whether it was copied; the places, which the rows have anyway."""
+        if tensor is self._places:
+            return tensor
+        sources = [source for source, copy in zip(self._sources, self._made, strict=False) if tensor is copy]
+        number = len(self.kept)
+        self.kept[number] = sources[0] if sources else tensor
+        return number, bool(sources)
+
+    def unpack(self, packed: Tensor | tuple[int, bool]) -> Tensor:
+        """That tensor, once: the graph is there longer than what its nodes keep."""
+        if isinstance(packed, Tensor):
+            return packed
+        number, copied = packed
+        tensor = self.kept.pop(number)
+        return tensor[self._places] if copied else tensor
+
+    def taken(self) -> list[Tensor]:
+        """All that is kept, which is then here no more."""
+        kept, self.kept, self._made, self._sources = [*self.kept.values()], {}, [], ()
+        return kept
+
+
+class _Kept(torch.autograd.Function):
+    """Attention's output as it is. What its backward pass needs is saved here, outside the hooks that leave out copies:
+    so gradient checkpointing finds it, and decides what of it is kept and what is computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_NHD: Tensor, copies: _Copies) -> Tensor:
+        ctx.copies = copies
+        ctx.save_for_backward(*copies.taken())
+        return out_NHD.view_as(out_NHD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_NHD: Tensor) -> tuple[Tensor, None]:
+        ctx.copies.kept = dict(enumerate(ctx.saved_tensors))  # attention's own backward pass comes next
+        return gradient_NHD, None
 
 
 @torch.compiler.disable  # nothing is gained: what surrounds the exchange is attention's own kernel

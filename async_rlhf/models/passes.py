@@ -26,6 +26,8 @@ class _Unit(NamedTuple):
     more: int
     """Tokens, after the unit before."""
     more_cost: int
+    keys: int
+    """That its tokens attend to, at most: all tokens of its rows."""
 
 
 class _Piece(NamedTuple):
@@ -34,6 +36,7 @@ class _Piece(NamedTuple):
     units: list[int]
     tokens: int
     cost: int
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Passes:
     """Size of the model's hidden states. By it, what a token costs depends on how many it looks at."""
     shared: bool = False
     """Whether what packed rows have in common at their beginning is computed once."""
+    keys: float = math.inf
+    """At most so many keys for each token of the limit: attention's kernel copies those of every branch."""
 
     def split(
         self,
@@ -102,19 +107,22 @@ class Passes:
             if more == own or not trees:
                 trees.append([])
             # What is shared costs nothing; the rest looks at as many tokens as alone.
-            trees[-1].append(_Unit(number, own, whole * own // tokens, more, whole * more // tokens))
+            trees[-1].append(_Unit(number, own, whole * own // tokens, more, whole * more // tokens, tokens))
         return trees
 
     def _cut(self, tree: list[_Unit], most: float) -> list[_Piece]:
-        """A tree in pieces of at most so many tokens; of a unit that has more by itself, a piece of its own."""
+        """A tree in pieces of at most so many tokens; of a unit that has more by itself, a piece of its own. A piece
+        counts as many tokens as its keys ask for, if it has fewer.
+        """
         pieces = list[_Piece]()
         for unit in tree:
             last = pieces[-1] if pieces else None
-            if last and last.tokens + unit.more <= most and len(last.units) < (self.units or math.inf):
-                pieces[-1] = _Piece([*last.units, unit.number], last.tokens + unit.more, last.cost + unit.more_cost)
+            tokens, keys = (last.tokens + unit.more, last.keys + unit.keys) if last else (0, 0)
+            if last and max(tokens, keys / self.keys) <= most and len(last.units) < (self.units or math.inf):
+                pieces[-1] = _Piece([*last.units, unit.number], tokens, last.cost + unit.more_cost, keys)
             else:
-                pieces.append(_Piece([unit.number], unit.tokens, unit.cost))
-        return pieces
+                pieces.append(_Piece([unit.number], unit.tokens, unit.cost, unit.keys))
+        return [piece._replace(tokens=max(piece.tokens, math.ceil(piece.keys / self.keys))) for piece in pieces]
 
     def _mixed(self, trees: list[list[_Unit]], ranks: int) -> list[list[int]]:
         """Passes of any lengths, the most expensive first. A tree is cut where it is larger than a pass, and where
@@ -159,7 +167,7 @@ class Passes:
         most, room, costs = self.units or math.inf, [self.tokens or 0] * passes, [0] * passes
         parts: list[list[int]] = [[] for _ in range(passes)]
         cheapest, waiting = [(0, place) for place in range(passes)], list[tuple[int, int]]()
-        for units, tokens, cost in pieces:
+        for units, tokens, cost, _ in pieces:
             while waiting and -waiting[0][0] >= tokens:
                 place = heappop(waiting)[1]
                 heappush(cheapest, (costs[place], place))

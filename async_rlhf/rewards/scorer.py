@@ -279,7 +279,8 @@ class Scorer:
     def _passes(self) -> Passes:
         """The limits of a pass through the reward model."""
         assert self.reward_model is not None
-        return passes_through([self.reward_model], self.config.annotation_limits)
+        assert self._device is not None
+        return passes_through([self.reward_model], self.config.annotation_limits, self._device)
 
     @property
     def scoring_ranks(self) -> int:

@@ -31,12 +31,14 @@ from async_rlhf.system.files import naming
 SHARDS = "shards"
 """The folder of the files, below ``resume``."""
 WEIGHT, MOMENT = "weight.", "optimizer."
-_FILE_BYTES = 1 << 28
-"""Of one file at most, or of one tensor: a file's bytes are put together in memory before they are written."""
+_FILE_BYTES = 1 << 32
+"""Of one file at most, or of one tensor: a file's bytes are put together in memory before they are written. Smaller
+ones would be many: whoever reads them has to open all.
+"""
 READ_BYTES = 1 << 30
 """Of weights that are read again at a time."""
 
-# Each rank reads by itself, and one rank alone writes by itself.
+# Each rank reads its part by itself, and one rank alone writes by itself.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -155,8 +157,26 @@ def _files(plan: SavePlan) -> dict[str, int]:
     return found
 
 
+class ShardReader(dcp.HuggingFaceStorageReader):
+    """torch's reader of safetensors, which is told what the files hold: to find that out takes opening all of them.
+
+    Args:
+        folder: with the files.
+        known: what they hold; None to find it out once.
+    """
+
+    def __init__(self, folder: Path, known: Metadata | None = None) -> None:
+        super().__init__(str(folder))
+        self._known = super().read_metadata() if known is None else known
+
+    def read_metadata(self) -> Metadata:
+        """What the files hold."""
+        return self._known
+
+
 def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
-    """Load the weights that are trained, in place. Each rank reads only its own part, and needs no other rank.
+    """Load the weights that are trained, in place. Every rank must call it: rank 0 alone finds out what the files hold,
+    and each then reads only its own part.
 
     Returns:
         This rank's part of the optimiser's state, under the names of ``learner_state``.
@@ -167,7 +187,8 @@ def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
     parallel = learner.parallel
     weights = {f"{WEIGHT}{name}": p.detach() for name, p in learner.model.named_parameters() if p.requires_grad}
     try:
-        known: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        found = learner.ranks.broadcast("what shards hold", lambda: ShardReader(folder).read_metadata())
+        known: dict[str, Any] = found.state_dict_metadata
         moments = {
             name: parallel.room_for(int(name.split(".")[1]), item.size, item.properties.dtype)
             for name, item in known.items()
@@ -176,7 +197,7 @@ def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
         missing = {name for name in known if name.startswith(WEIGHT)} ^ weights.keys()
         if missing:
             raise CheckpointError(f"{str(folder)!r} holds other weights than are trained, such as {min(missing)}")
-        dcp.load({**weights, **moments}, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        dcp.load({**weights, **moments}, storage_reader=ShardReader(folder, found), no_dist=True)
     except (CheckpointException, OSError, SafetensorError) as error:
         cause = _first(error) if isinstance(error, CheckpointException) else error
         raise CheckpointError(f"{str(folder)!r} cannot be read: {cause}") from error
@@ -191,12 +212,13 @@ def whole_weights(folder: Path, prefix: str, names: Iterable[str]) -> Iterator[t
         prefix: how their names in the learner's model begin.
         names: what follows there, in the order in which they are to come.
     """
-    known: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    reader = ShardReader(folder)
+    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
     held, first = 0, f"{WEIGHT}{prefix}"
     some: dict[str, Tensor] = {}
 
     def read() -> Iterator[tuple[str, Tensor]]:
-        dcp.load(dict(some), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        dcp.load(dict(some), storage_reader=reader, no_dist=True)
         while some:
             name = next(iter(some))
             yield name.removeprefix(first), some.pop(name)

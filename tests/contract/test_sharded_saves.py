@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file
 from test_resume import RUNS, StopAfter, assert_same, logs_of, run
@@ -312,6 +313,17 @@ def test_large_shards_are_several_files(make_policy, tokenizer, prompts, make_ar
     assert [f.stem for f in files] == [f"shard-00001-model-{n:05}-of-{count:05}" for n in range(1, count + 1)]
     again = run(make_policy, tokenizer, prompts, make_args("again", resume_from=str(checkpoint), **options))
     assert_same((again[0], [], []), (whole[0], [], []))
+
+
+def test_what_files_hold_is_found_out_once_for_a_model(checkpoint, monkeypatch):
+    """However often weights are read, a few at a time."""
+    opened, safe_open, folder = [], safetensors.safe_open, checkpoint / "resume" / "shards"
+    (file,) = folder.iterdir()
+    names = [name.removeprefix("weight.policy.") for name in load_file(file) if name.startswith("weight.policy.")]
+    monkeypatch.setattr(shards, "READ_BYTES", 1)
+    monkeypatch.setattr(safetensors, "safe_open", lambda *a, **b: opened.append(1) or safe_open(*a, **b))
+    assert [name for name, _ in shards.whole_weights(folder, "policy.", names)] == names
+    assert len(opened) == 1 + len(names) > 3
 
 
 def test_what_all_ranks_hold_is_shared_out(make_policy, tokenizer, prompts, make_args):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import safetensors
 import torch
 from environments import Echo, forget
 from tiny import PROMPTS, byte_tokenizer, count_letters, new_args, tiny_config, widened
@@ -31,7 +32,7 @@ from async_rlhf.models.saving import FILE_BYTES
 from async_rlhf.run import build, inputs, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
-READS_SHARES = inputs._reads_shares
+READS_SHARES, SHARD_BYTES = inputs._reads_shares, shards._FILE_BYTES
 MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
@@ -113,6 +114,24 @@ def change_modules(whole: bool, first_scale: float, head_rows: int | None, file_
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0
 
 
+def count_opens(path: Path) -> None:
+    """Note how many files of safetensors are opened while shards are loaded."""
+    opened, safe_open, load = [], safetensors.safe_open, shards.load_shards
+
+    def counted(*words, **options):
+        opened.append(options.get("filename", words[0] if words else ""))
+        return safe_open(*words, **options)
+
+    def loaded(learner, folder):
+        safetensors.safe_open = counted
+        found = load(learner, folder)
+        safetensors.safe_open = safe_open
+        path.write_text(json.dumps([Path(name).name for name in opened]))
+        return found
+
+    build.load_shards = loaded
+
+
 def fail_at(trainer: OnlineTrainer, batch: int, **how) -> None:
     """Break down, as told, before this batch is annotated."""
     annotate, batches = trainer.learner.annotate, count(1)
@@ -159,6 +178,8 @@ def train(
     episodes: bool = False,
     agent: bool = False,
     of_page: bool = False,
+    shard_bytes: int | None = None,
+    opens: str = "",
     **changes,
 ) -> None:
     """One run, as its arguments say; those of a group of keys are a dictionary.
@@ -168,6 +189,9 @@ def train(
     """
     rank = int(os.environ.get("RANK", 0))
     change_modules(whole, first_scale, head_rows, file_bytes, of_page)
+    shards._FILE_BYTES = shard_bytes or SHARD_BYTES
+    if opens:
+        count_opens(Path(folder, f"{opens}-{rank}"))
     named = None if models is None else Path(models.format(rank=rank))
     args = new_args(
         Path(folder),

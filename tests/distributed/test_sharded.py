@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,19 @@ def test_shards_do_not_depend_on_what_spread_the_weights(folder, name):
     left, right = weights_of(folder / name), weights_of(folder / OTHERS[name][1])
     for key, tensor in right.items():
         assert torch.allclose(left[key], tensor, rtol=0, atol=1e-6), key
+
+
+def test_what_files_hold_is_found_out_by_one_rank(tmp_path):
+    """To read, each opens every file once at most, of many small ones; rank 0 alone has opened all of them before."""
+    run = {"folder": str(tmp_path), **OPTIONS, "strategy": "fsdp", "total_episodes": 32, "save_steps": 1}
+    first = {**run, "name": "first", "shard_bytes": 20_000}
+    again = {"resume_from": str(tmp_path / "first" / "checkpoint-1"), "resume_anyway": True, "opens": "opens"}
+    finish(launch([first, {**run, "name": "again", **again}], 2, tmp_path / "log"), tmp_path / "log", 200)
+    files = sorted(path.name for path in (tmp_path / "first" / "checkpoint-1" / "resume" / "shards").iterdir())
+    assert len(files) > 8
+    first, second = (Counter(json.loads((tmp_path / f"opens-{rank}").read_text())) for rank in (0, 1))
+    assert (sorted(first), max(first.values()), set(second.values())) == (files, 2, {1})
+    require_equal(weights_of(tmp_path / "again"), weights_of(tmp_path / "first"))
 
 
 ALONE = ["ddp", "fsdp"]

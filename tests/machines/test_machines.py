@@ -69,7 +69,7 @@ CASES = {
     "gsm8k": Case("2x80", "gsm8k/grpo"),
     "gsm8k in turn": Case("2x80", "gsm8k/grpo", IN_TURN),
     "gsm8k, S = 2": Case("2x80", "gsm8k/grpo", ("--train.staleness", "2")),
-    "gsm8k, pairs": Case("2x80", "gsm8k/online_dpo"),
+    "gsm8k, pairs": Case("2x80", "gsm8k/online_dpo", ("--reward_funcs", "[tests/machines/lengths.py:letters]")),
     "tldr on one, in turn": Case("1x80", "tldr/online_dpo_410m", ("--train.staleness", "0", *shares(0.3))),
     "tldr on one": Case("1x80", "tldr/online_dpo_410m", shares(0.3)),
     "tldr on one of 24 GB": Case("1x24", "tldr/online_dpo_410m", shares(0.3)),
@@ -80,10 +80,7 @@ CASES = {
     "tldr on four": Case("4x80", "tldr/online_dpo_410m", ranks=3),
     "tldr on four, in turn": Case("4x80", "tldr/online_dpo_410m", IN_TURN, ranks=3),
     "tldr on four, without vLLM": Case(
-        "4x80",
-        "tldr/online_dpo_410m",
-        ("--train.staleness", "0", "--train.generation.engine", "transformers"),
-        ranks=4,
+        "4x80", "tldr/online_dpo_410m", ("--train.staleness", "0", "--train.generation.engine", "transformers"), ranks=4
     ),
     "tldr, 2.8B": Case("4x80", "tldr/online_dpo_2.8b", ranks=3),
     "no_robots": Case("8x80", "no_robots/online_dpo", ranks=6),
@@ -144,6 +141,7 @@ def words_of(case: Case, models: Path, output: Path) -> list[str]:
         "train.max_prompt_length": 64,
         "train.save_steps": 1,
         "train.eval_steps": 0,
+        "train.non_eos_penalty": "false",  # a random model seldom ends within six tokens, and ties teach nothing
         "train.num_threads": 1,
         "train.parallel.ranks": case.ranks,
     }

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import planted_leaks
 import pytest
-from memory import CASES, PHASES, phases, planned
+from memory import CASES, PHASES, llama, phases, planned
+from shared_prompts import SharedCase, measure_kernel, planned_with_keys
 from tiny import rare, rare_unless
 
 from async_rlhf.studies.plan.command import run_plan
@@ -96,3 +97,14 @@ def test_8_rows_of_4096_tokens_a_pass_fit_8b_on_8_gpus_of_80_gb(of_all_layers):
     found = phases(of_all_layers(case))
     require_agreement(case, found)
     assert max(peak.total for peak in found.values()) < 0.9 * 80e9
+
+
+@pytest.mark.parametrize("checkpointing", rare_unless(lambda i: i == 1, [(False,), (True,), ("selective",)]))
+def test_keys_that_samples_of_a_prompt_share_are_copied_for_the_kernel_as_planned(measured, checkpointing):
+    """64 samples of a prompt of 8,064 tokens: far more keys than a pass may have, so that they decide its peak."""
+    case = SharedCase(llama(4), 4, rows=64, prompt=8064, response=128, checkpointing=checkpointing, passes=1)
+    found, memory = phases(measured(case, measure_kernel)), planned(case)
+    plan = planned_with_keys(case, memory)
+    assert abs(plan["update"] / found["update"].total - 1) <= CLOSE
+    assert abs(plan["annotate"] / found["annotate"].total - 1) <= CLOSE
+    assert planned_with_keys(case, memory, keys=0)["update"] < (1 - CLOSE) * found["update"].total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from heapq import heappush
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planted import Fault, planted
 from tiny import new_args, new_policy
@@ -22,7 +23,8 @@ from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig
 from async_rlhf.distributed.collectives import ContextGroup
 from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.models import budget
-from async_rlhf.models.forest import size_of
+from async_rlhf.models import memory as memory_module
+from async_rlhf.models.forest import grown, size_of, walk
 from async_rlhf.models.kernels import use_attention
 from async_rlhf.models.memory import Pass
 from async_rlhf.models.passes import Passes
@@ -144,6 +146,69 @@ SHARED = {"texts": TEXTS, "units": st.integers(1, 12), "ranks": st.integers(1, 4
 @given(tokens=st.integers(1, 60), **SHARED)
 def test_what_rows_share_counts_once_in_the_limit_of_a_pass(texts, units, tokens, ranks, rows):
     assert passes_over_their_limits(texts, units, tokens, ranks, rows) == []
+
+
+@given(tokens=st.integers(1, 60), keys=st.integers(1, 4), **SHARED)
+@example(texts=[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], tokens=6, keys=1, units=9, ranks=1, rows=1)
+@example(texts=[[n % 2, 1, 1, 1, n // 2] for n in range(4)], tokens=12, keys=1, units=9, ranks=1, rows=1)
+def test_no_pass_has_more_keys_than_its_limit_has_room_for(texts, tokens, keys, units, ranks, rows):
+    """Of all branches, whose keys the kernel copies; a unit that has more by itself is alone."""
+    texts = [[np.array(text, dtype=">i4")] for text in texts[: len(texts) // rows * rows]]
+    lengths_B = torch.tensor([len(text) for (text,) in texts])
+    parts = Passes(units, tokens, True, 8, True, keys).split(lengths_B, rows, ranks, texts)
+    assert sorted(n for part in parts for n in part.tolist()) == list(range(len(texts) // rows))
+    for part in parts:
+        mine = [texts[n * rows + row][0] for n in part.tolist() for row in range(rows)]
+        order, alike = walk(mine)
+        branches, _ = grown((len(mine[i]) for i in order), alike)
+        found = sum(branch.position + branch.length for branch in branches)
+        assert len(part) == 1 or found <= keys * tokens
+
+
+def test_64_samples_of_a_long_prompt_share_passes_of_8_keys_a_token():
+    """A prompt of 8,100 tokens and answers of 128, in passes of 16,384: 16 samples have 131,648 keys, 15 fit."""
+    texts = [[np.array([*range(8100), *[9000 + k] * 128], dtype=">i4")] for k in range(64)]
+    lengths_B = torch.tensor([8228] * 64)
+    sizes = [
+        sorted(len(part) for part in Passes(None, 16_384, True, 4096, True, keys).split(lengths_B, 1, 1, texts))
+        for keys in (math.inf, memory_module.KEYS)
+    ]
+    assert sizes == [[64], [4, 15, 15, 15, 15]]
+
+
+def test_keys_limit_passes_only_where_a_kernel_copies_them(monkeypatch):
+    policy, limits = new_policy(), OnlineConfig(max_tokens_per_pass=64).training_limits
+    assert budget.passes_through([policy], limits, torch.device("cpu")).keys == math.inf
+    monkeypatch.setattr(budget, "runs_kernel", lambda device: device.type == "cuda")
+    assert budget.passes_through([policy], limits, torch.device("cuda")).keys == memory_module.KEYS
+
+
+def test_bytes_of_copied_keys_worked_by_hand():
+    """Llama 8B, 526,592 keys of 16,292 tokens: 2.16 GB of copies; as much of gradients, and 8.63 of all query heads."""
+    shape = memory_module.Shape(8.03e9, 32, 4096, 128_256, 1024, 14_336)
+    one = Pass(16_292, 8192, 526_592)
+    held = memory_module.LearnerMemory(shape, 0.0, 8, True, True, True, one, one)
+    assert held.copied_keys(one) == 2 * 526_592 * 1024 * 2
+    assert held.key_gradients() == held.copied_keys(one) + 2 * 526_592 * 4096 * 2
+    assert replace(held, shape=replace(shape, kv_width=4096)).key_gradients() == 2 * 526_592 * 4096 * 2
+    without = replace(held, update=replace(one, keys=0.0))
+    more = held.updating()["block"] - without.updating()["block"]
+    # In place of two gradients within the feed-forward layer, which has given up its 8 bytes a number by then.
+    right = held.copied_keys(one) + held.key_gradients() - (8 + 2 * 2) * 16_292 * 14_336
+    assert more == pytest.approx(right)
+
+
+def test_auto_leaves_room_for_the_keys_that_a_pass_may_have(monkeypatch):
+    """In 16 bits alone; here they are far more than all else."""
+    whole, half = memory(new_policy()), memory(new_policy(), bf16=True)
+    config = OnlineDPOConfig(bf16=True)
+    sizes = [budget.bytes_of_update(config, [new_policy()], [], Parallel(), 2, False), whole.bytes(100)]
+    monkeypatch.setattr(memory_module, "KEYS", 10**5)
+    (one,) = half.models
+    each = one.with_passes(1, 1)
+    assert half.bytes(100) == pytest.approx(100 * (each.copied_keys(each.update) + each.key_gradients()), rel=0.01)
+    assert budget.bytes_of_update(config, [new_policy()], [], Parallel(), 2, False) > 100 * sizes[0]
+    assert whole.bytes(100) == sizes[1]
 
 
 def test_a_tree_is_cut_between_branches_where_it_is_larger_than_a_pass_or_ranks_would_wait():

@@ -73,17 +73,18 @@ class ClockedGenerator:
         self.now = max(self.now, self.arrived) + self.work.publish[version]
         self.arrived = self.now + (self.work.transfer[version] if self.work.transfer else 0.0)
 
-    def sample(self, units: Sequence[float]) -> float:
+    def sample(self, units: Sequence[float], unstaged: float = 0.0) -> float:
         """When the last unit is there: each goes to whoever is free first."""
         ends = []
         for seconds in units:
             when, who = min((max(free, self.now), number) for number, free in enumerate(self.free))
-            self.free[who] = max(when, self.arrived) + seconds / self.speeds[who]
+            waited = unstaged if self.arrived >= when else 0.0
+            self.free[who] = max(when, self.arrived) + (seconds + waited) / self.speeds[who]
             ends.append(self.free[who])
         return max(ends)
 
     def submit(self, index: int, version: int, prompts: object) -> None:
-        self.judged = max(self.judged, self.sample(self.work.generate[index - 1]))
+        self.judged = max(self.judged, self.sample(self.work.generate[index - 1], self.work.unstaged))
         self.judged += self.work.rewards[index - 1] if self.work.rewards else 0.0
         self.ready[index] = (self.judged, version)
 
@@ -143,6 +144,7 @@ def works(draw):
         transfer=rows(batches) if draw(st.booleans()) else (),
         evaluate=rows(units),
         eval_steps=draw(st.integers(0, 7)),
+        unstaged=draw(st.sampled_from([0.0, 0.5])),
     )
 
 
@@ -432,16 +434,74 @@ def test_completions_run_in_waves_where_their_keys_and_values_have_no_room():
 def test_weights_are_moved_to_generators_elsewhere_and_into_engines_that_take_turns():
     line = Roofline(PLAIN, SMALL, BATCH)
     (apart,) = line.batches(Split(2, 2))
-    # The next version waits in the generator's memory, of which 2 GB are then read or written five times.
-    assert apart.generate == (pytest.approx(5 * 2e9 / 100e9 + line.generate_seconds(2)),) * 2
+    # The next version waits in the generator's memory, of which 2 GB are then read or written six times.
+    assert apart.generate == (pytest.approx(6 * 2e9 / 100e9 + line.generate_seconds(2)),) * 2
+    assert apart.unstaged == pytest.approx(2e9 / 4e9 - 6 * 2e9 / 100e9)
     (full,) = Roofline(
         replace(PLAIN, memory_gb=20 / 3), replace(SMALL, activations_gb=0.0), replace(BATCH, longest_prompt=1)
     ).batches(Split(2, 9))
     assert full.generate == (0.5 + line.generate_seconds(2),) * 2, "no room"
-    # The learner copies 4 + 2 bytes a parameter in its memory, and gets half of the weights from its other device.
-    assert (apart.publish, apart.transfer) == (pytest.approx(6e9 / 100e9 + 0.5 * 2e9 / 10e9), 0.25)
+    # The learner copies 4 + 2 bytes a parameter in its memory, reads these again for checksums, and gets half of the
+    # weights from its other device.
+    assert (apart.publish, apart.transfer) == (pytest.approx(8e9 / 100e9 + 0.5 * 2e9 / 10e9), 0.25)
     (turns,) = line.batches(Split(2, 2, in_turn=True))
     assert (turns.generate, turns.publish) == ((0.5 + line.generate_seconds(2),) * 2, 0.0)
+
+
+def test_each_server_gets_its_copy_from_one_network_card():
+    """After the copy to the host, and none waits in a server's memory; 50e9 bytes a second if a recipe says no more."""
+    for servers in (1, 3):
+        (row,) = Roofline(replace(PLAIN, network_gbs=2.0), SMALL, BATCH).batches(Split(servers, 2))
+        assert row.transfer == pytest.approx(0.25 + servers * 1.0)
+        assert (row.load, row.unstaged) == (0.5, 0.0)
+    (row,) = Roofline(PLAIN, SMALL, replace(BATCH, network=True)).batches(Split(3, 2))
+    assert row.transfer == pytest.approx(0.25 + 3 * 2e9 / 50e9)
+
+
+@pytest.mark.parametrize(
+    ("lines", "network", "stages"),
+    [
+        ("generation: {engine: vllm}", False, True),
+        ("generation: {engine: transformers}", False, False),
+        ("generation: {engine: vllm, placement: server, urls: ['http://a:1']}", False, False),
+        (
+            "generation: {engine: vllm, placement: server, urls: ['http://a:1'], weights_transport: network}",
+            True,
+            False,
+        ),
+        ("launch: ray\n  generation: {engine: vllm}", False, False),
+        ("lora: {rank: 4, publish: adapter}\n  generation: {engine: vllm}", False, False),
+    ],
+)
+def test_a_recipe_says_how_weights_arrive(tmp_path, lines, network, stages):
+    path = tmp_path / "recipe.yml"
+    models = "algorithm: rloo\nmodel: m\nreward_model: r\ndata: {train: d}\n"
+    path.write_text(f"{models}train:\n  staleness: 1\n  {lines}\n")
+    recipe = parse(RunConfig, "train", ["--config", str(path)])[0]
+    batch = batch_of(WorkloadConfig(prompt_tokens=100.0), recipe)
+    assert (batch.network, batch.stages) == (network, stages)
+    assert Roofline(PLAIN, SMALL, batch).stages(Split(1, 1)) is stages
+
+
+def test_weights_wait_in_a_generators_memory_only_if_they_come_while_it_samples():
+    """Where training limits, each version comes when its generator waits for it; where sampling does, before."""
+    for learn, staleness, seconds in ((1.0, 0, 1 + 10 + 2), (20.0, 1, 20.0), (1.0, 1, 10.0), (9.0, 1, 10.0)):
+        work = replace(constant(10.0, learn), unstaged=2.0)
+        assert simulate(work, staleness).step_seconds == pytest.approx(seconds)
+        taken = [end - start for _, start, end in spans(simulate(work, staleness), "generate")][4:40]
+        assert taken == pytest.approx([12.0 if staleness == 0 or learn > 10 else 10.0] * 36)
+
+
+def test_keys_of_a_pass_are_shown_and_counted():
+    """4 completions of 50 tokens have 600 keys for 300 tokens; of longer prompts no more than eight a token."""
+    line = Roofline(PLAIN, replace(SMALL, activations_gb=None), replace(BATCH, trained_per_prompt=4))
+    update, annotate = line.memory(2, False).update, line.memory(2, False).annotate
+    assert (update.tokens, update.keys) == (8 * 150, 8 * 150 * 2)
+    assert annotate.keys == 2 * annotate.tokens
+    many = replace(line, batch=replace(line.batch, samples_per_prompt=64, longest_prompt=9000))
+    assert many.memory(2, False).annotate.keys == 8 * many.memory(2, False).annotate.tokens
+    alone = replace(line, model=replace(line.model, bf16=False))
+    assert alone.memory(2, False).update.keys == 0
 
 
 def test_what_does_not_fit_is_refused():

@@ -18,6 +18,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
 from async_rlhf.models.budget import with_least
 from async_rlhf.models.gpu_defaults import decided
+from async_rlhf.models.memory import Pass
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan import simulate
 from async_rlhf.studies.plan.config import PlanConfig
@@ -219,19 +220,20 @@ def page(choices: Sequence[Choice], proposal: Proposal, source: Source, config: 
     split, times, run, simulated = proposal.choice.split, source.times, source.run, 0.0
     needs: dict[str, float] = {}
     recompute: bool | str = False
-    utilization = ""
+    utilization, update = "", Pass(0, 0)
     if isinstance(times, Roofline) and times.stages(split):
         share = times.room_of(split) / (times.hardware.memory_gb * 1e9)
         utilization = f"{share:.2f}" if share < times.hardware.memory_share else ""
     if isinstance(times, Roofline) and times.model.activations_gb is None:
         recompute = times.recompute(split.learners)
         needs = times.phases(split.learners, recompute)
+        update = times.memory(split.learners, recompute).update
     if run is not None:
         again = try_split(times, run.split, replace(config, max_staleness=run.staleness))
         simulated = again.outcomes[run.staleness].step_seconds
     values = {"table": table(choices, proposal, config), "proposal": proposal, "source": source, "config": config}
     values |= {"needs": needs, "recompute": str(recompute) if recompute else "", "simulated": simulated}
-    values["utilization"] = utilization
+    values |= {"utilization": utilization, "update": update}
     return filled_page("plan", values, short=short, words=_split, gigabytes=lambda size: f"{size / 1e9:.0f}")
 
 

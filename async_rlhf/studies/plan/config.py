@@ -101,6 +101,10 @@ class HardwareConfig(Checked):
     """What each sum over the devices of a generator takes, however small; there are two in a block."""
     copy_gbs: float = key(16.0, gt=0)
     """Speed of bringing weights to the generators, beside their work, in 1e9 bytes a second."""
+    network_gbs: float | None = key(None, gt=0)
+    """Speed of a host's network card, in 1e9 bytes a second, if generators are servers elsewhere: each gets a copy of
+    its own, all from one host. null for generators on the learner's host, or for 50 if the recipe's
+    generation.weights_transport is "network"."""
     weights_gbs: float = key(4.0, gt=0)
     """Speed at which a generator loads and verifies them, in 1e9 bytes a second; each of its devices reads them all."""
 

@@ -41,7 +41,7 @@ def one_queue(work: Work, workload: WorkloadConfig, sigma: float, seed: int, loa
     token = (np.sum(work.generate, axis=1).mean() / generators - load) / steps
     seconds_BR = lengths_BR * (token + load * generators * places / lengths_BR.sum(axis=1).mean())
     speeds = [speed for speed in work.speeds for _ in range(places)]
-    return replace(work, generate=seconds_BR.tolist(), speeds=speeds)
+    return replace(work, generate=seconds_BR.tolist(), speeds=speeds, unstaged=0.0)
 
 
 def lengths(

@@ -15,7 +15,7 @@ from typing import Any
 
 from async_rlhf.algorithms.table import find
 from async_rlhf.config.base import require
-from async_rlhf.models.memory import USED, LearnerMemory, Pass, Shape
+from async_rlhf.models.memory import KEYS, USED, LearnerMemory, Pass, Shape
 from async_rlhf.run.config import RunConfig
 from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig, WorkloadConfig
 from async_rlhf.studies.plan.times import BatchTimes, DoesNotFitError, Split, parts
@@ -26,6 +26,8 @@ _HEAD = 128
 """Numbers of a head, in Llama, Mistral and Qwen3."""
 _CONTEXT = 3e9
 """Bytes of a GPU that neither weights nor keys and values can have, with what staged weights leave free."""
+_NETWORK = 50.0
+"""1e9 bytes a second of a network card of 400 Gbit/s."""
 _MOST_PARALLEL = 8
 """Devices of a host that are near enough to each other for tensor parallelism."""
 
@@ -59,6 +61,11 @@ class Batch:
     """Of a weight, the same."""
     mean_rows: int | None = None
     """Completions of mean length that a pass of the recipe has."""
+    network: bool = False
+    """Whether the recipe sends weights to servers by network."""
+    stages: bool = True
+    """Whether the recipe's generators copy the next version to their memory, where there is room: vLLM on one device in
+    a process of the learner's host, with whole weights."""
 
     @property
     def rows_of_pass(self) -> int:
@@ -93,7 +100,10 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
             mean = math.ceil(found["prompt_tokens"] + found["response_tokens"])
             found["mean_rows"] = train.training_limits.rows(mean, find(recipe.algorithm).rows_per_unit)
         found |= {"values": find(recipe.algorithm).needs(train).copies_reward, "bf16": train.in_bfloat16}
-        found["generator_bytes"] = _BYTES[train.generation.weights_dtype]
+        generation, ray, adapters = train.generation, train.launch == "ray", train.lora.publish == "adapter"
+        found["generator_bytes"] = _BYTES[generation.weights_dtype]
+        found["network"] = generation.weights_transport == "network"
+        found["stages"] = generation.engine == "vllm" and generation.placement != "server" and not ray and not adapters
     batch = Batch(**found)
     for name, most, what in (
         ("response_tokens", batch.response_length, f"workload.response_length ({batch.response_length})"),
@@ -164,14 +174,19 @@ class Roofline:
                 f"a learner of {split.learners} needs {peak / 1e9:.0f} GB on each device, which has "
                 f"{self._room() / 1e9:.0f}"
             )
-        moved = self._loading(self.stages(split))
+        staged = self.stages(split)
+        moved = self._loading(staged)
         learn, rewards = self.learn_seconds(split.learners), self.frozen_seconds()
         requests, evaluate = self._requests(split, generate, moved, room)
         if split.in_turn:
             return [BatchTimes(requests, learn, publish=0.0, rewards=rewards, evaluate=evaluate)]
         publish = self.publish_seconds(split.learners)
         transfer = self._weights() / (self.hardware.copy_gbs * 1e9)
-        more = {"rewards": rewards, "transfer": transfer, "load": moved}
+        if self._network is not None:
+            transfer += split.generators * self._weights() / (self._network * 1e9)
+        once = min(1.0, split.generators / len(requests))  # of all requests of a batch, each generator's first
+        unstaged = once * (self._loading(False) - moved)
+        more = {"rewards": rewards, "transfer": transfer, "load": moved, "unstaged": unstaged}
         return [BatchTimes(requests, learn, publish, evaluate=evaluate, **more)]
 
     def _requests(
@@ -191,15 +206,15 @@ class Roofline:
 
     def _loading(self, staged: bool) -> float:
         """Seconds in which a generator loads a version: over the bus, or from its own memory, where that is read or
-        written five times.
+        written five times, and once more for checksums.
         """
-        return self._weights() / (self.hardware.weights_gbs * 1e9 if not staged else self.hardware.memory_gbs * 2e8)
+        return self._weights() / (self.hardware.weights_gbs * 1e9 if not staged else self.hardware.memory_gbs * 1e9 / 6)
 
     def stages(self, split: Split) -> bool:
         """Whether it is faster if the next version waits in the generator's memory, which then has less for keys and
         values.
         """
-        if split.in_turn or split.tensor_parallel > 1:
+        if split.in_turn or split.tensor_parallel > 1 or self._network is not None or not self.batch.stages:
             return False
         try:
             there = self.generate_seconds(split.generators, self._reduced_room())
@@ -221,10 +236,17 @@ class Roofline:
         small = 2 * self._weights() <= self._room()
         return (1,) if small else tuple(2**i for i in range(_MOST_PARALLEL.bit_length()))
 
+    @property
+    def _network(self) -> float | None:
+        """1e9 bytes a second to servers; None without."""
+        return self.hardware.network_gbs or (_NETWORK if self.batch.network else None)
+
     def publish_seconds(self, learners: int) -> float:
-        """Seconds of the learner for a version: a copy in its own memory, of gathered weights if they are sharded."""
+        """Seconds of the learner for a version: a copy in its own memory, of gathered weights if they are sharded,
+        which is then read once for checksums.
+        """
         hardware, gathered = self.hardware, (learners - 1) / learners * self._sharded
-        copied = self._policy * (_WEIGHT_BYTES + self._published_bytes)
+        copied = self._policy * (_WEIGHT_BYTES + 2 * self._published_bytes)
         return copied / (hardware.memory_gbs * 1e9) + gathered * self._weights() / (hardware.reduce_gbs * 1e9)
 
     def generate_seconds(self, generators: int, room: float | None = None, devices: int = 1) -> float:
@@ -348,6 +370,11 @@ class Roofline:
         operations = sum(count * (2 * self._active + self._attention(each)) for count, each in seen)
         return operations * parameters / self._policy
 
+    def _keys(self, samples: int) -> float:
+        """Keys of a pass for each of its tokens: of every sample those of its prompt too, which stands there once."""
+        prompt, response = self.batch.longest_prompt, self.batch.response_length
+        return min(KEYS, samples * (prompt + response) / (prompt + samples * response)) if self._bf16 else 0.0
+
     @property
     def _policy(self) -> float:
         assert self.model.parameters is not None
@@ -444,7 +471,11 @@ class Roofline:
         model, batch = self.model, self.batch
         tokens = batch.longest_prompt + batch.response_length
         annotate, update = (
-            Pass(rows * tokens, rows * batch.response_length) for rows in (batch.annotate_rows, batch.train_rows)
+            Pass(rows * tokens, rows * batch.response_length, rows * tokens * self._keys(samples))
+            for rows, samples in (
+                (batch.annotate_rows, batch.samples_per_prompt),
+                (batch.train_rows, batch.trained_per_prompt),
+            )
         )
         return LearnerMemory(
             shape_of(model),
@@ -471,4 +502,5 @@ def shape_of(model: ModelSizeConfig) -> Shape:
     hidden = model.hidden or round((root - embeddings) / (24 * model.layers))
     feed_forward = model.feed_forward or round(hidden * (3.5 if model.block == "llama" else 4))
     met = model.experts_per_token * feed_forward
-    return Shape(model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, met, model.block, model.tied)
+    sizes = model.parameters, model.layers, hidden, model.vocabulary, model.kv_width, met, model.block, model.tied
+    return Shape(*sizes, query_width=model.attention_width or 0)

@@ -32,6 +32,8 @@ class Work:
         transfer: of version 0, 1, ...: seconds until the generators have it, while the learner goes on; none if empty.
         evaluate: seconds of each request of an evaluation.
         eval_steps: batches between two evaluations; 0 for none.
+        unstaged: seconds more of a request of a batch whose weights arrive while its generator waits for them: only
+            beside other work they are copied to it before they are needed.
     """
 
     generate: Sequence[Sequence[float]]
@@ -43,6 +45,7 @@ class Work:
     transfer: Sequence[float] = ()
     evaluate: Sequence[float] = ()
     eval_steps: int = 0
+    unstaged: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,7 @@ class _Simulation:
             generator = heapq.heappop(self._free)
             task, seconds, arrival = self._queue.popleft()
             waits = max(0.0, arrival - self.now)
+            seconds += self.work.unstaged if arrival >= self.now and task[0] == "generate" else 0.0
             end = self._clock + waits + seconds / self.speeds[generator]
             heapq.heappush(self._busy, (end, generator, task, self.now + waits))
 

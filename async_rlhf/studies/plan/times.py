@@ -39,6 +39,7 @@ class BatchTimes:
         transfer: from publishing until the generators have the weights, beside the learner's work.
         evaluate: of each request for a part of an evaluation, if there are evaluations.
         load: of each generator for loading weights, if known.
+        unstaged: how much longer a request is for which they do not wait in the generator's memory.
     """
 
     generate: tuple[float, ...]
@@ -49,6 +50,7 @@ class BatchTimes:
     transfer: float = 0.0
     evaluate: tuple[float, ...] = ()
     load: float = 0.0
+    unstaged: float = 0.0
 
 
 class DoesNotFitError(ValueError):
@@ -189,7 +191,8 @@ def draw(rows: Sequence[BatchTimes], variation: VariationConfig, batches: int, s
     learn_B = _varied(learn_B[:, None], variation.learn, order_B, rng)[:, 0]
     generate_BG = _varied(generate_BG, variation.generate, order_B, rng)
     rest_B = {name: seconds_B[order_B].tolist() for name, seconds_B in zip(_LEARNERS[1:], rest, strict=True)}
-    return Work(generate_BG.tolist(), learn_B.tolist(), **rest_B, evaluate=rows[0].evaluate)
+    evaluate, unstaged = rows[0].evaluate, rows[0].unstaged
+    return Work(generate_BG.tolist(), learn_B.tolist(), **rest_B, evaluate=evaluate, unstaged=unstaged)
 
 
 _LEARNERS = ("learn", "publish", "other", "rewards", "transfer")

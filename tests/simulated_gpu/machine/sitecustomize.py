@@ -39,5 +39,5 @@ class _Finder(MetaPathFinder):
 
 
 if "SIMULATED_MACHINE" in os.environ:
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path += [str(folder) for folder in Path(__file__).parents[1:3]]
     sys.meta_path.insert(0, _Finder())

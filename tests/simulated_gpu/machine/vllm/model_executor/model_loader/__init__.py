@@ -1,1 +1,0 @@
-"""See vllm/__init__.py."""
