@@ -11,7 +11,7 @@ FIRST = $(PARALLEL) --dist worksteal --tier first
 # Compiled once: hundreds of processes would each compile the package, and those of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-rest test-all test-processors test-processor durations test-quick test-newest test-rare test-benchmarks test-vllm test-distributed docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
+.PHONY: quickstart test test-rest test-all test-processors test-processor durations test-quick test-newest test-rare test-benchmarks test-vllm test-distributed test-machines test-machines-few docs-check test-gpu test-smollm test-foreign lint site wheel release setup setup-vllm setup-distributed setup-locked
 .PHONY: bench bench-gpu faults faults-long mutants lock audit clean
 
 quickstart: setup   ## install, then run the whole pipeline on the built-in task
@@ -75,6 +75,12 @@ test-benchmarks: setup   ## benchmarks in their smallest size (the slow ones are
 
 test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 	$(BIN)/python -m pytest -m 'vllm and not rare' tests/vllm $(PARALLEL) --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test-machines-few: setup   ## three of the next: less than four minutes
+	$(BIN)/python -m pytest -m 'machines and not rare' tests/machines $(PARALLEL) --numprocesses 2
+
+test-machines: setup ## recipes on simulated machines of one to eight GPUs, with servers and ranks: forty minutes
+	$(BIN)/python -m pytest -m machines tests/machines
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes
 	$(BIN)/python -m pytest -m 'distributed and not rare' tests/distributed $(PARALLEL) --dist loadfile

@@ -1,5 +1,5 @@
-"""The benchmarks that start several processes, at their smallest size: what they print is possible. Most of them are
-rare: they take minutes, and guard no law.
+"""The benchmarks that start several processes, at their smallest size: what they print is possible. They
+are rare: they take minutes, and guard no law.
 
 Not at any size here: TRL's side of peers.py, which installs TRL from PyPI into an environment of its own; and peers.py
 with the quickstart's models, which take minutes to make.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from printed import by_itself, columns, markdown, named, require
 
-RARE = pytest.mark.rare
+pytestmark = pytest.mark.rare
 WAITING = {
     "waits_evaluation.py": ({"none", "generators", "learner"}, "wall sampling training waited ratio predicted"),
     "waits_agents.py": ({"in process", "by HTTP"}, "seconds ratio"),
@@ -28,7 +28,7 @@ PARTS = "rounding", "to the host", "checksums", "to a device"
 SHARES = {"stall", "places", "idle"}
 
 
-@pytest.mark.parametrize("name", [name if "rewards" in name else pytest.param(name, marks=RARE) for name in WAITING])
+@pytest.mark.parametrize("name", WAITING)
 def test_waits(name):
     ways, figures = WAITING[name]
     found = named(by_itself(name))
@@ -40,7 +40,6 @@ def test_waits(name):
             require(value, 0.0, 1.0 if figure in SHARES else 1000.0)
 
 
-@RARE
 def test_publish():
     rows = columns(by_itself("publish.py", "--device", "cpu"), 12, ["GB/s", "seconds", "the first", "stall"])
     assert [row[""] for row in rows] == ["device", "host", "folder", "network", "raw", *PARTS]
@@ -51,7 +50,6 @@ def test_publish():
         assert row["stall"] == "-" if row[""] in ("network", "raw", *PARTS) else float(row["stall"]) >= 0
 
 
-@RARE
 def test_loading():
     _, *rows = by_itself("loading.py").splitlines()
     assert [row.split(":")[0].strip() for row in rows] == ["whole", "shares"]
@@ -59,7 +57,6 @@ def test_loading():
         require(row.partition("peak")[2])
 
 
-@RARE
 def test_episodes():
     (rows,) = markdown(by_itself("episodes.py"))
     assert [(row["task"], row["algorithm"], row["S"], row["seed"]) for row in rows] == [
@@ -90,7 +87,6 @@ def test_peers_our_side(tmp_path):
         require(row[33:59], 0.001)
 
 
-@RARE
 def test_mutants(tmp_path):
     (rows,) = markdown(by_itself("mutants.py", "--results", str(tmp_path / "mutants.jsonl")))
     (row,) = rows
@@ -98,7 +94,6 @@ def test_mutants(tmp_path):
     assert int(row["killed"]) + int(row["equivalent"]) + int(row["alive"]) == 1
 
 
-@RARE
 def test_faults():
     """One run, killed once: ends as if never touched, or the exit code is not 0."""
     (rows,) = markdown(by_itself("faults.py"))

@@ -110,7 +110,7 @@ ACCELERATE = {
 }
 
 
-@pytest.mark.parametrize("strategy", [rare("zero2"), "fsdp"])
+@pytest.mark.parametrize("strategy", [rare("zero2"), rare("fsdp")])
 def test_an_accelerate_config_file(inputs, by_torchrun, tmp_path, strategy):
     """It says how many ranks there are and what spreads their weights; the run is the one by torchrun."""
     general = {

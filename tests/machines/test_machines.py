@@ -12,15 +12,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from simulated_machine import WAYS, counts_in
 from tiny import byte_tokenizer, json_rows
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -29,7 +33,6 @@ from async_rlhf.models.saving import write_model
 ROOT = Path(__file__).parents[2]
 SIMULATED = ROOT / "tests/simulated_gpu/machine"
 PROGRAM = Path(sys.executable).parent
-BATCHES = 3
 SECONDS = 400
 ROUNDING = 0.02
 """Nats a token by which the generator may differ from the learner, in bfloat16: with other weights it is more."""
@@ -46,6 +49,7 @@ class Case:
         flags: what a page adds to the command.
         ranks: of the learner.
         servers: words of a server on another host; None for none.
+        batches: that it trains.
         killed: whether it is killed after its first checkpoint, and resumed.
     """
 
@@ -54,6 +58,7 @@ class Case:
     flags: tuple[str, ...] = ()
     ranks: int = 1
     servers: tuple[str, ...] | None = None
+    batches: int = 3
     killed: bool = True
 
 
@@ -68,7 +73,7 @@ CASES = {
     "gsm8k on one": Case("1x80", "gsm8k/grpo", shares(0.3)),
     "gsm8k": Case("2x80", "gsm8k/grpo"),
     "gsm8k in turn": Case("2x80", "gsm8k/grpo", IN_TURN),
-    "gsm8k, S = 2": Case("2x80", "gsm8k/grpo", ("--train.staleness", "2")),
+    "gsm8k, S = 2": Case("2x80", "gsm8k/grpo", ("--train.staleness", "2"), batches=8, killed=False),
     "gsm8k, pairs": Case("2x80", "gsm8k/online_dpo", ("--reward_funcs", "[tests/machines/lengths.py:letters]")),
     "tldr on one, in turn": Case("1x80", "tldr/online_dpo_410m", ("--train.staleness", "0", *shares(0.3))),
     "tldr on one": Case("1x80", "tldr/online_dpo_410m", shares(0.3)),
@@ -103,6 +108,10 @@ CASES = {
     "adapters alone": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4", "--train.lora.publish", "adapter")),
     "adapters merged": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4")),
 }
+SLURM = Case(
+    "2x80", "gsm8k/grpo", ("--train.generation.dtype", "bfloat16", "--train.generation.heartbeat_timeout", "200"),
+    ranks=2,
+)  # fmt: skip
 FEW = ("grpo_24gb", "gsm8k", "servers by network")
 """Those of CI: make test-machines-few."""
 
@@ -134,7 +143,7 @@ def words_of(case: Case, models: Path, output: Path) -> list[str]:
         "data.train": data,
         "data.eval": data,
         "train.output_dir": output,
-        "train.total_episodes": 4 * case.ranks * BATCHES,
+        "train.total_episodes": 4 * case.ranks * case.batches,
         "train.per_device_train_batch_size": 2,
         "train.gradient_accumulation_steps": 2,
         "train.generation.response_length": 6,
@@ -159,7 +168,7 @@ def environment_of(machine: str, folder: Path) -> dict[str, str]:
     return {
         **kept,
         "SIMULATED_MACHINE": f"{machine}:{folder}",
-        "PYTHONPATH": str(SIMULATED),
+        "PYTHONPATH": f"{SIMULATED}:{ROOT}",
         "OMP_NUM_THREADS": "1",
         "ASYNC_RLHF_API_KEY": "secret",
         "PATH": f"{PROGRAM}:{os.environ['PATH']}",
@@ -181,10 +190,8 @@ def started(words: list[str], environment: dict[str, str], log: Path) -> Iterato
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """All of its group, as kill -9 and a host that goes do."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -221,12 +228,76 @@ def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
         if case.killed:
             with started([*launcher, *words], environment, log) as process:
                 while not (output / "checkpoint-1").is_dir():
-                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                    assert process.poll() is None, log.read_text()[-3000:]
+                    assert time.monotonic() < deadline, log.read_text()[-3000:]
                     time.sleep(0.05)
             words.append("--resume")
         with started([*launcher, *words], environment, log) as process:
             assert process.wait(timeout=max(1, deadline - time.monotonic())) == 0, log.read_text()[-3000:]
     assert (output / "final" / "config.json").is_file() or (output / "final" / "adapter_config.json").is_file()
     batches = [row for row in json_rows(output / "metrics.jsonl") if "objective/scores" in row]
-    assert [row["batch"] for row in batches] == list(range(1, BATCHES + 1))
+    assert [row["batch"] for row in batches] == list(range(1, case.batches + 1))
     assert all(row["engine/logprob_difference"] < ROUNDING for row in batches if "engine/logprob_difference" in row)
+    if name == "gsm8k, S = 2":  # each version crosses the bus once: what waits is what is asked for next
+        size = sum(2 * tensor.numel() for tensor in load_file(models / "policy/model.safetensors").values())
+        (generator,) = [counts for counts in counts_in(tmp_path / "host").values() if counts[1]]
+        assert size <= generator[2 + WAYS.index("pinned")] <= size * (case.batches - 2 + 1)
+
+
+SRUN = """
+    #!{python}
+    # What srun does, with a simulated host for the servers and one for the ranks.
+    import os, signal, subprocess, sys
+    words, count, host = sys.argv[1:], int(os.environ["SLURM_NTASKS"]), "ranks"
+    while words[0].startswith("--"):
+        option, _, value = words[0].partition("=")
+        count = int(value) if option == "--ntasks" else count
+        host = "servers" if option == "--nodelist" else host
+        words = words[1:]
+    tasks = []
+    signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+    for number in range(count):
+        task = {{"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number), "SLURM_NTASKS": str(count)}}
+        task["SIMULATED_MACHINE"] = os.environ["SIMULATED_MACHINE"] + host
+        tasks.append(subprocess.Popen(words, env={{**os.environ, **task, "SLURM_NNODES": "1"}}))
+    sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """
+    #!/bin/sh
+    if [ "$1" = show ]; then echo localhost; echo 127.0.0.1; fi
+"""
+
+
+@pytest.mark.rare
+def test_the_script_for_several_nodes(models, tmp_path):
+    """Two servers on one host, two ranks on the other: recipes/slurm/several_nodes.sh with SLURM's commands replaced."""
+    tools, log = tmp_path / "bin", tmp_path / "log"
+    tools.mkdir()
+    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (tools / name).write_text(textwrap.dedent(text).lstrip())
+        (tools / name).chmod(0o755)
+    environment = environment_of(SLURM.machine, tmp_path / "host-")
+    del environment["ASYNC_RLHF_API_KEY"]
+    environment |= {
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_JOB_NODELIST": "both",
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "2",
+        "RESULTS": str(tmp_path / "results"),
+        "PATH": f"{tools}:{environment['PATH']}",
+    }
+    _, _, recipe, *words = words_of(SLURM, models, tmp_path / "unused")
+    words = [word for word in words if not word.startswith("--train.output_dir")]
+    script = ["bash", str(ROOT / "recipes/slurm/several_nodes.sh"), recipe, str(models / "policy")]
+    with started([*script, *words], environment, log) as process:
+        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
+    assert len(json_rows(next(tmp_path.glob("results/*/grpo/metrics.jsonl")))) >= SLURM.batches
+
+
+def test_the_tests_for_gpus_run_here():
+    """Each body of tests/gpu, on GPUs large enough for it; what needs CUDA's own allocator, or vLLM itself, apart."""
+    environment = environment_of("3x8000", Path(tempfile.mkdtemp()))
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-k", f"not {' and not '.join(NOT_SIMULATED)}"]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from conftest import metrics_of, new_args, run
-from tiny import json_rows, rare
+from tiny import json_rows
 
 from async_rlhf.commands.sft import run_sft
 from async_rlhf.commands.stage import json_lines
 from async_rlhf.config import NewModelConfig, SFTConfig
 from async_rlhf.models.loading import load_policy, load_tokenizer
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.rare]
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"say {i % 6}"}, {"role": "assistant", "content": "ab" * (1 + i // 6)}]}
@@ -25,7 +25,7 @@ def longer(prompts: list[str], completions: list[str], **columns: object) -> lis
     return [float(len(text)) for text in completions]
 
 
-@pytest.mark.parametrize("architecture", [rare("llama"), rare("qwen2"), "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_chats_from_zero(architecture, tmp_path):
     (tmp_path / "chats.jsonl").write_text(json_lines(CHATS))
     # vLLM's attention on a CPU needs heads of 32.

@@ -49,6 +49,7 @@ def test_weights_over_the_network_are_those_of_a_process(server, make_args, toke
     assert len(ports) == 2
 
 
+@pytest.mark.rare
 def test_a_server_killed_in_the_middle_of_a_transfer_is_connected_again(
     server, make_args, tokenizer, undisturbed, monkeypatch, ports
 ):

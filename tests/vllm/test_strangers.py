@@ -54,6 +54,7 @@ def test_a_stranger_is_told_nothing_but_that_the_server_is_up(server):
     assert server.request("GET", "/weight_info").status_code == 200
 
 
+@pytest.mark.rare
 def test_the_key_is_neither_in_the_list_of_processes_nor_in_what_the_server_prints(server, fresh_interpreters):
     server.kill()
     server.start()

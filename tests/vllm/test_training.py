@@ -57,6 +57,7 @@ def test_two_workers_sample_what_one_does(undisturbed, make_args, tokenizer):
     assert same_metrics(two, undisturbed[:SHORT_BATCHES])
 
 
+@pytest.mark.rare  # with a server in test_server.py, and with transformers in the laws
 def test_a_killed_worker_is_restarted_and_samples_the_same_again(
     undisturbed, make_args, tokenizer, caplog, fresh_interpreters
 ):
