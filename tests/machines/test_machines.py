@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -270,7 +269,7 @@ SCONTROL = """
 
 @pytest.mark.rare
 def test_the_script_for_several_nodes(models, tmp_path):
-    """Two servers on one host, two ranks on the other: recipes/slurm/several_nodes.sh with SLURM's commands replaced."""
+    """Two servers on one host, two ranks on the other: recipes/slurm/several_nodes.sh, without SLURM's commands."""
     tools, log = tmp_path / "bin", tmp_path / "log"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
@@ -295,9 +294,49 @@ def test_the_script_for_several_nodes(models, tmp_path):
     assert len(json_rows(next(tmp_path.glob("results/*/grpo/metrics.jsonl")))) >= SLURM.batches
 
 
-def test_the_tests_for_gpus_run_here():
-    """Each body of tests/gpu, on GPUs large enough for it; what needs CUDA's own allocator, or vLLM itself, apart."""
-    environment = environment_of("3x8000", Path(tempfile.mkdtemp()))
+@pytest.mark.rare
+@pytest.mark.parametrize("machine", ["1x24", "2x80"])
+def test_the_quickstart(machine, tmp_path):
+    words = ["async-rlhf", "quickstart", "--scale", "0.01", "--out", str(tmp_path / "out")]
+    run(words, environment_of(machine, tmp_path / "host"), tmp_path / "log")
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("machine", ["1x24", "1x80", "8x80"])
+def test_the_stages(models, machine, tmp_path):
+    """SFT and a reward model by their recipes; then what that says of answers which vLLM samples."""
+    environment, log = environment_of(machine, tmp_path / "host"), tmp_path / "log"
+    plain, pairs, done = models / "plain.jsonl", tmp_path / "pairs.jsonl", tmp_path / "done.jsonl"
+    rows = [json.loads(line) for line in plain.read_text().splitlines()]
+    pairs.write_text(
+        "".join(json.dumps({"prompt": row["query"], "chosen": row["answer"], "rejected": "no"}) + "\n" for row in rows)
+    )
+    done.write_text("".join(json.dumps({"prompt": row["query"], "completion": row["answer"]}) + "\n" for row in rows))
+    sizes = ["--max_length=80", "--num_epochs=1", "--gradient_accumulation_steps=2", "--eval_steps=0"]
+    for name, data, more in (("gsm8k/sft", done, []), ("tldr/reward", pairs, ["--reference=null", "--center=false"])):
+        command, model = name.rpartition("/")[2], models / ("policy" if name == "gsm8k/sft" else "judge")
+        words = ["async-rlhf", command, "--config", f"recipes/{name}.yml", f"--model={model}", f"--train={data}"]
+        run([*words, f"--eval={data}", f"--output_dir={tmp_path / command}", *sizes, *more], environment, log)
+    words = ["async-rlhf", "evaluate", "--config", "recipes/tldr/evaluate.yml", f"--models={{sft: {tmp_path / 'sft'}}}"]
+    words += ["--run=null", "--ref_model=null", f"--reward_model={tmp_path / 'reward'}", "--reward_tokenizer=null"]
+    words += [f"--data={plain}", f"--output_dir={tmp_path / 'evaluation'}", "--max_prompts=8", "--response_length=6"]
+    run(words, environment, log)
+    assert (tmp_path / "evaluation/evaluation.json").is_file()
+
+
+def run(words: list[str], environment: dict[str, str], log: Path) -> None:
+    with started(words, environment, log) as process:
+        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
+
+
+NOT_SIMULATED = ("the_passes_that_auto_makes_fit",)
+"""What needs CUDA's own allocator."""
+
+
+@pytest.mark.rare
+def test_the_tests_for_gpus_run_here(tmp_path):
+    """Each body of tests/gpu, on GPUs large enough for it."""
+    environment = environment_of("3x8000", tmp_path / "host")
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-k", f"not {' and not '.join(NOT_SIMULATED)}"]
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
