@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -277,6 +278,7 @@ class LLM:
 
     def _step(self) -> list[_Request]:
         """One more token for each answer."""
+        time.sleep(float(os.environ.get("SIMULATED_SECONDS_A_STEP", "0")))
         going = [(each, row) for each in self._requests.values() for row in each.outputs if row.finish_reason is None]
         if going:
             texts = [[*each.prompt, *row.token_ids] for each, row in going]
