@@ -748,6 +748,7 @@ def test_ctrl_c_saves_and_says_so(started):
     verify(checkpoint)
 
 
+@pytest.mark.rare
 def test_ctrl_c_twice_ends_without_a_checkpoint_and_three_times_at_once(started):
     """After the second one the command waits some seconds for a generator that does not react."""
     learner, _, _ = started

@@ -6,11 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from forked import be_script, start_forked
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.rare
 def test_the_notebook_runs(tmp_path, monkeypatch):
     """Its cells in one namespace, as a kernel has them."""
     cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text("utf-8"))["cells"]

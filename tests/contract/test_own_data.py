@@ -28,6 +28,7 @@ def results(place: str) -> dict:
     return json.loads(Path(place).read_text())["results"]
 
 
+@pytest.mark.rare
 def test_the_page_from_a_file_of_ratings_to_a_better_policy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("ratings.jsonl"), 1500)

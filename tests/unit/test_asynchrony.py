@@ -111,6 +111,7 @@ def test_only_runs_that_share_one_cpu_are_told_of_threads(tmp_path, monkeypatch)
     assert threads_side_by_side(new_args(tmp_path), cpu, ranks=1) is None
 
 
+@pytest.mark.rare
 def test_the_command_says_it_at_the_end(tmp_path, make_policy, tokenizer, monkeypatch, caplog):
     asked = []
     monkeypatch.setattr("async_rlhf.commands.train.better_threads", lambda *given: asked.append(given) or "Do this.")

@@ -252,6 +252,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.rare
 def test_a_function_that_spins_holds_up_no_signal_and_outlives_nobody():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)

@@ -131,6 +131,7 @@ def test_wrong_sums_get_a_hint():
 DATA_OF_RACE = (("train", "train"), ("eval", "held_out"))
 
 
+@pytest.mark.rare
 def test_the_race_of_sums(stand_in, tmp_path, monkeypatch):
     """As it stands, but for sizes, paths and the model: what each run adds, and the picture of it."""
     run_script("smollm/sums.py", "--largest", 6, "--held_out", 10, "--out", tmp_path / "sums")

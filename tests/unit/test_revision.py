@@ -51,6 +51,7 @@ def total(model) -> float:
     return sum(parameter.double().sum().item() for parameter in model.parameters())
 
 
+@pytest.mark.rare
 def test_models_tokenizers_and_rewards_come_from_the_revision(tmp_path, make_policy, make_reward_model, tokenizer):
     for seed, (branch, commit) in enumerate((("main", "a" * 40), ("step1", "b" * 40))):
         put(tmp_path, "org/policy", branch, commit, lambda to, s=seed: write_model(make_policy(s), tokenizer, to))

@@ -105,6 +105,7 @@ def pays_for_others(prompts, completions, **columns):
     return [1 - text.count("e") / 12 for text in completions]
 
 
+@pytest.mark.rare
 def test_a_run_warns_once_of_a_watched_reward_that_falls_also_if_it_is_resumed(
     make_policy, tokenizer, prompts, make_args, caplog
 ):

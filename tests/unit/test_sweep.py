@@ -204,6 +204,7 @@ def test_a_sweep_runs_judges_resumes_and_compares(make_sweep, tmp_path, capsys):
         run_sweep(make_sweep(base={**config.base, "train": {**config.base["train"], "learning_rate": 2e-3}}))
 
 
+@pytest.mark.rare
 def test_one_failing_run_is_told_and_the_others_are_done(make_sweep, tmp_path):
     config = make_sweep(grid={"reward_funcs": [[REWARD], ["async_rlhf.rewards:exact_match"]]}, seeds=[0], baseline={})
     with pytest.raises(FailedRunsError, match=r"1 runs failed.*\n  reward_funcs=.*exact_match.*answer"):
