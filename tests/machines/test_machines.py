@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -247,6 +248,23 @@ def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
         size = sum(2 * tensor.numel() for tensor in load_file(models / "policy/model.safetensors").values())
         (generator,) = [counts for counts in counts_in(tmp_path / "host").values() if counts[1]]
         assert size <= generator[2 + WAYS.index("pinned")] <= size * (case.batches - 2 + 2)
+
+
+@pytest.mark.rare
+def test_a_generator_of_two_gpus_is_killed_and_its_next_start_finds_their_memory(models, tmp_path):
+    """The ranks of its vLLM notice late that it is gone, and have their share of both GPUs until then."""
+    case, output, log = CASES["two GPUs a generator"], tmp_path / "run", tmp_path / "log"
+    words = ["async-rlhf", *words_of(case, models, output)]
+    with started(words, environment_of(case.machine, tmp_path / "host"), log) as process:
+        while not (output / "checkpoint-1").is_dir():
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.05)
+        ranks = [pid for pid, counts in counts_in(tmp_path / "host").items() if counts[6] or counts[7]]
+        assert len(ranks) == 2
+        (generator,) = {psutil.Process(pid).ppid() for pid in ranks}
+        os.kill(generator, signal.SIGKILL)
+        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
+    assert "starting it again" in log.read_text()
 
 
 SRUN = """

@@ -222,7 +222,8 @@ def _serve(rank: int, world: int, arguments: dict[str, Any], pipe: Connection) -
     while True:
         try:
             method, given = pipe.recv()
-        except (EOFError, ConnectionResetError):  # the engine's process is gone
+        except (EOFError, ConnectionResetError):  # the engine's process is gone, which a rank may notice late
+            time.sleep(60)
             return
         try:
             pipe.send((True, _called(worker, method, given)))
