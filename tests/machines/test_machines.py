@@ -251,8 +251,8 @@ def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
 
 
 @pytest.mark.rare
-def test_a_generator_of_two_gpus_is_killed_and_its_next_start_finds_their_memory(models, tmp_path):
-    """The ranks of its vLLM notice late that it is gone, and have their share of both GPUs until then."""
+def test_a_generator_of_two_gpus_that_is_killed_is_started_again(models, tmp_path):
+    """Its vLLM would have both GPUs for a minute more: the ranks end by their own watch, or with their group."""
     case, output, log = CASES["two GPUs a generator"], tmp_path / "run", tmp_path / "log"
     words = ["async-rlhf", *words_of(case, models, output)]
     with started(words, environment_of(case.machine, tmp_path / "host"), log) as process:
