@@ -58,6 +58,7 @@ class PolicyEngine(TransformersEngine):
     ) -> None:
         super().__init__(policy, params, autocast=autocast_dtype(config), device=parallel.device)
         self.parallel, self.ranks = parallel, parallel.ranks
+        self.rounds, self.head_float32 = not parallel.is_sharded, config.head_float32
         self.keeps_pasts = self.keeps_pasts and parallel.ranks.count == 1  # rank 0 would compute less than the others
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
@@ -134,6 +135,8 @@ class InlineGenerator:
     on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
     """Never called: nothing arrives beside training."""
 
+    engine: Any
+
     def __init__(self, engine: Engine, trace: Trace, agreement: Agreement, staleness: int = 0) -> None:
         self.engine, self.trace, self.agreement = engine, trace, agreement
         self.sampler = EpisodeSampler(engine, getattr(engine, "ranks", None))
@@ -198,7 +201,8 @@ class InlineGenerator:
         self._sampled.clear()
 
     def _generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
-        return self.sampler.generate(prompts, evaluated)
+        with self.engine.sampling():
+            return self.sampler.generate(prompts, evaluated)
 
 
 class InlineCopyGenerator(InlineGenerator):

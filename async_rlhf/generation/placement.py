@@ -28,7 +28,8 @@ def shared_cores(config: OnlineConfig, device: torch.device, ranks: int = 1) -> 
     """Within, the learner uses its share of the CPU's cores. Yields the threads for each generator process.
 
     The configuration decides; by default the cores are split evenly between the learner's ranks on this host and the
-    workers. A learner on a GPU, or without workers beside it, keeps torch's own choice.
+    workers, or with staleness 0, where one side waits while the other computes, each side has all of them. A learner on
+    a GPU, or without workers beside it, keeps torch's own choice.
     """
     before = torch.get_num_threads()
     per_worker, learner = _threads(config, device, ranks)
@@ -49,8 +50,9 @@ def _threads(config: OnlineConfig, device: torch.device, ranks: int) -> tuple[in
     """Of each generator process, and of each rank of the learner; None for torch's choice."""
     cores, workers = available_cores(), _workers(config)
     alone = workers + ranks == 1 or device.type != "cpu"
-    per_worker = config.generation.num_threads or (None if alone else max(1, cores // (workers + ranks)))
-    learner = config.num_threads or (None if alone else max(1, (cores - workers * (per_worker or 0)) // ranks))
+    beside, sampled = (ranks, workers) if config.staleness > 0 else (0, 0)
+    per_worker = config.generation.num_threads or (None if alone else max(1, cores // max(1, workers + beside)))
+    learner = config.num_threads or (None if alone else max(1, (cores - sampled * (per_worker or 0)) // ranks))
     return per_worker, learner
 
 

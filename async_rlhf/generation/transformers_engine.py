@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -26,6 +27,7 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Completions, Occupancy, SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms, truncated
 from async_rlhf.models.forward import evaluating
+from async_rlhf.models.frozen_models import rounded_linear
 from async_rlhf.models.publish import are_folded
 from async_rlhf.models.routing import recorded_routes
 from async_rlhf.models.weights import digests, named_weights
@@ -79,6 +81,10 @@ class TransformersEngine:
     ) -> None:
         self.model, self.params, self.version = model, params, version
         self.autocast, self._device = autocast, device
+        self.rounds, self.head_float32 = True, False
+        """Whether weights are rounded once, instead of by autocast for every token, and whether not the head's."""
+        self._samples, self._rounding = False, ExitStack()
+        self._rounded = False
         self.refresh: Callable[[], None] | None = None
         """Called between two steps of decoding. It may load other weights; what was sampled so far is kept."""
         self.occupancy = Occupancy()
@@ -116,6 +122,7 @@ class TransformersEngine:
         """Copy new weights into the model. The digests are of what the model holds afterwards, in the precision of
         ``tensors``: a parameter that the model keeps in a wider type holds the same numbers.
         """
+        self._unround()
         held = named_weights(self.model)
         if held.keys() != tensors.keys():
             differing = ", ".join(sorted(held.keys() ^ tensors.keys())[:5])
@@ -126,6 +133,33 @@ class TransformersEngine:
         self.version = version
         rounded = {name: tensor.to(tensors[name].dtype) for name, tensor in held.items()}
         return digests(rounded, folded=are_folded(tensors))
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Within, the policy samples; weights change by :meth:`load` alone, and are rounded once until then. It can be
+        entered again within.
+        """
+        if self._samples:
+            yield
+            return
+        self._samples = True
+        with evaluating(self.model):
+            try:
+                yield
+            finally:
+                self._samples = False
+                self._unround()
+
+    def _computing(self) -> torch.autocast:
+        """What a forward pass of sampling needs around it."""
+        if self._samples and self.rounds and self.autocast is not None and not self._rounded:
+            self._rounding.enter_context(rounded_linear(self.model, self.autocast, self.head_float32))
+            self._rounded = True
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def _unround(self) -> None:
+        self._rounding.close()
+        self._rounded = False
 
     def probe(self) -> list[float]:
         """See :func:`~async_rlhf.generation.audit.probe_logprobs`."""
@@ -149,7 +183,7 @@ class TransformersEngine:
         keeps = self.keeps_pasts and len(order) <= per_chunk and self.params.routes is None
         keeps = keeps and all(isinstance(each, Turn) for each in prompts)
         completions, waiting = dict[int, tuple[Sample, ...]](), list[Sequence[Prompt]]()
-        with evaluating(self.model):
+        with self.sampling():
             for start in range(0, len(order), per_chunk):
                 chunk = order[start : start + per_chunk]
                 waiting.append([prompts[i] for i in chunk])
@@ -168,7 +202,7 @@ class TransformersEngine:
         """
         samples = self.params.samples_per_prompt
         decoding = Decoding(self, max(samples, self.params.batch_size // samples * samples), self.adds_rows)
-        with evaluating(self.model):
+        with self.sampling():
             yield from decoding.run(more)
 
     def prefill(
@@ -294,8 +328,7 @@ class TransformersEngine:
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT
-        autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
-        with autocast, recorded_routes(self.model, self.params.routes) as found:
+        with self._computing(), recorded_routes(self.model, self.params.routes) as found:
             output = self.model(**inputs, **{str(self._cache_name): cache}, use_cache=True, **options)
         self.routes = [row_TLE for routes_NLE in found for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
         return output.logits[:, -1]
@@ -303,7 +336,7 @@ class TransformersEngine:
     def _anew(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:
         """Logits (B, V) after whole rows, padded on the right."""
         require(self.params.routes is None, "router_replay", True, "must be false: this model's cache cannot be used")
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with self._computing():
             logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
         return logits_BTV[torch.arange(len(tokens_BT), device=tokens_BT.device), lengths_B - 1]
 

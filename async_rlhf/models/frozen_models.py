@@ -1,13 +1,15 @@
-"""Models that are not trained: they hold no more bits than they compute with, and only where told a GPU's memory."""
+"""Models while they are not trained: few bits, and a GPU's memory only where told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import Parallel
@@ -75,11 +77,26 @@ def hold_linear(model: nn.Module, dtype: torch.dtype | None, head_float32: bool)
         return
     kept = _heads(model, head_float32)
     embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    _hold(
-        (m for m in model.modules() if isinstance(m, nn.Linear) and m not in kept and id(m.weight) not in embedded),
-        dtype,
-    )
-    _hold((m for m in model.modules() if not isinstance(m, nn.Conv1d)), dtype, of_experts=True)
+    _hold(_linear(model, lambda m: m not in kept and id(m.weight) not in embedded), dtype)
+
+
+@contextmanager
+def rounded_linear(model: nn.Module, dtype: torch.dtype, head_float32: bool) -> Iterator[None]:
+    """Within, the same for a model that is trained, and for a head that is its embedding too: many short passes cast
+    their weights once.
+
+    Args:
+        model: has its own parameters again afterwards, and they must not change meanwhile.
+        dtype: see :func:`hold_linear`.
+        head_float32: see there.
+    """
+    kept = _heads(model, head_float32)
+    before = _hold(_linear(model, lambda m: m not in kept), dtype)
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in before:
+            parameters[name] = parameter
 
 
 def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) -> None:
@@ -91,20 +108,34 @@ def hold_all(model: nn.Module, dtype: torch.dtype | None, head_float32: bool) ->
         return
     kept = _heads(model, head_float32)
     parts = blocks(model) if head_float32 and _generates(model) else [model]
-    _hold((module for part in parts for module in part.modules() if module not in kept), dtype)
+    _hold(_own(module for part in parts for module in part.modules() if module not in kept), dtype)
 
 
-def _hold(modules: Iterable[nn.Module], dtype: torch.dtype, of_experts: bool = False) -> None:
-    """Replace the modules' own parameters, or those of many experts in one; those that several share stay shared."""
+Place: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
+"""The parameters of a module, the name of one of them, and that parameter."""
+
+
+def _own(modules: Iterable[nn.Module]) -> list[Place]:
+    """The modules' own parameters, but those of few bits, which are integers."""
+    found = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+    return [place for place in found if place[2].is_floating_point()]
+
+
+def _linear(model: nn.Module, casts: Callable[[nn.Linear | Conv1D], bool]) -> list[Place]:
+    """The parameters of linear layers that are cast, and of many experts in one."""
+    experts = _own(m for m in model.modules() if not isinstance(m, nn.Conv1d))
+    linear = _own(m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and casts(m))
+    return linear + [place for place in experts if place[2].dim() == 3]
+
+
+def _hold(places: list[Place], dtype: torch.dtype) -> list[Place]:
+    """Replace these parameters by rounded ones; those that are shared stay shared. Returns the places."""
     held: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is None or (of_experts and parameter.dim() != 3):
-                continue
-            if parameter.is_floating_point():  # quantised ones are integers
-                if parameter not in held:
-                    held[parameter] = nn.Parameter(parameter.data.to(dtype), requires_grad=False)
-                module._parameters[name] = held[parameter]
+    for parameters, name, parameter in places:
+        if parameter not in held:
+            held[parameter] = nn.Parameter(parameter.data.to(dtype), requires_grad=False)
+        parameters[name] = held[parameter]
+    return places
 
 
 def _generates(model: nn.Module) -> bool:

@@ -13,14 +13,16 @@ import torch
 import transformers as hf
 from families import doubled, in_float64
 from tiny import LLAMA_SIZES, all_drawn
+from transformers.pytorch_utils import Conv1D
 
-from async_rlhf.config import ConfigError, GenerationConfig
+from async_rlhf.config import ConfigError, GenerationConfig, LoRAConfig
 from async_rlhf.generation import sampling as sampling_module
 from async_rlhf.generation import transformers_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.models.forward import response_logprobs
+from async_rlhf.models.adapters import add_adapters
+from async_rlhf.models.forward import head_in_float32, response_logprobs
 from async_rlhf.models.loading import stop_token_ids
 from async_rlhf.types import Prompt, Sample, Turn
 
@@ -388,6 +390,49 @@ def test_weights_that_arrive_while_sampling_draw_the_tokens_after_them(make_poli
             assert rollout.versions == (3,) * steps + (5,) * (10 - steps)
             assert rollout.tokens[:steps] == by_old[p][k].tokens[:steps]
             assert rollout.logprobs[steps] != pytest.approx(by_old[p][k].logprobs[steps], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "llama_tied", "llama_lora", "head_in_float32"])
+def test_weights_are_rounded_once_and_the_samples_are_those_of_autocast_alone(make_policy, kind, monkeypatch):
+    rounded, casts = transformers_engine.rounded_linear, []
+    monkeypatch.setattr(transformers_engine, "rounded_linear", lambda *given: casts.append(0) or rounded(*given))
+    found, other = {}, make_model("llama", make_policy, seed=9)
+    for rounds in (True, False):
+        model = make_model("llama" if "llama" in kind or "head" in kind else kind, make_policy)
+        if kind == "llama_tied":
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        if kind == "llama_lora":
+            add_adapters(model, LoRAConfig(rank=2), seed=0)
+        if kind == "head_in_float32":
+            head_in_float32(model)
+        parameters = dict(model.named_parameters())
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        engine = PlainEngine(model, params(), version=3, autocast=torch.bfloat16)
+        engine.rounds, engine.head_float32 = rounds, kind == "head_in_float32"
+        types = set()
+        model.get_input_embeddings().register_forward_hook(lambda *_, m=model, t=types: t.add(kinds_of(m)))
+        found[rounds] = [engine.generate(ragged_prompts()) for _ in range(2)]
+        assert casts == [0, 0]  # one for each call, none without
+        assert types == {("float32", "bfloat16") if rounds else ("float32", "float32")}
+        assert dict(model.named_parameters()) == parameters
+        assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in parameters.items() if "lora" in name)
+        if kind == "llama":  # weights that come while it samples, which are rounded again
+            steps = iter(range(99))
+            weights = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+            engine.refresh = lambda e=engine, s=steps, w=weights: e.load(w, 5) if next(s) == 4 else None
+            found[rounds].append(engine.generate(ragged_prompts()))
+            assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+            assert len(casts) == (4 if rounds else 2)
+            del casts[2:]
+    assert found[True] == found[False]
+
+
+def kinds_of(model: hf.PreTrainedModel) -> tuple[str, str]:
+    """Types of the embedding and of the last linear layer of a block."""
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D)]
+    names = (str(m.weight.dtype).removeprefix("torch.") for m in (model.get_input_embeddings(), linear[0]))
+    return tuple(names)
 
 
 # Log-probabilities for training
