@@ -112,8 +112,8 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
     """Type of the generator's weights, and so of the published snapshots. Inline generation uses the learner's own.
     "auto" is bfloat16 where the learner computes in it on a GPU, else float32."""
     num_threads: int | None = key(None, ge=1, role="speed", must_stay=SUMS)
-    """CPU threads of each generator process; null shares the cores evenly with the learner, or among the processes alone
-    with staleness 0, where the learner waits while they sample."""
+    """CPU threads of each generator process; null shares the cores evenly with the learner, or with staleness 0, where
+    the learner waits while they sample, among the processes alone."""
     max_restarts: int = key(3, ge=0, role="speed")
     """How often dead generator processes are restarted before the run stops."""
     timeout: float = key(1800.0, gt=0, role="speed")

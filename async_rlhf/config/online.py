@@ -250,7 +250,7 @@ class OnlineConfig(SizesConfig):
     reference_device: str | None = key(None, APART, role="place", must_stay=SUMS)
     """The same for the reference policy. It takes a model of its own: adapters are switched off where they are."""
     num_threads: int | None = key(None, ge=1, le=4096, why="no machine has more", role="speed", must_stay=SUMS)
-    """CPU threads of the learner; null for torch's choice, less the share of generators that sample at the same time."""
+    """CPU threads of the learner; null for torch's choice, less that of generators that sample meanwhile."""
     lora: LoRAConfig = key(LoRAConfig)
     """Train low-rank adapters instead of every weight."""
     generation: GenerationConfig = key(GenerationConfig)

@@ -50,9 +50,12 @@ def _threads(config: OnlineConfig, device: torch.device, ranks: int) -> tuple[in
     """Of each generator process, and of each rank of the learner; None for torch's choice."""
     cores, workers = available_cores(), _workers(config)
     alone = workers + ranks == 1 or device.type != "cpu"
-    beside, sampled = (ranks, workers) if config.staleness > 0 else (0, 0)
-    per_worker = config.generation.num_threads or (None if alone else max(1, cores // max(1, workers + beside)))
-    learner = config.num_threads or (None if alone else max(1, (cores - sampled * (per_worker or 0)) // ranks))
+    together = config.staleness > 0
+    sides = max(1, workers + together * ranks)
+    per_worker = config.generation.num_threads or (None if alone else max(1, cores // sides))
+    learner = config.num_threads or (
+        None if alone else max(1, (cores - together * workers * (per_worker or 0)) // ranks)
+    )
     return per_worker, learner
 
 

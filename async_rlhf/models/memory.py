@@ -2,8 +2,8 @@
 
 Every term is a method of :class:`LearnerMemory`. ``python benchmarks/memory.py`` runs the learner's own code and
 measures what each phase holds; tests/memory demands that both agree. Left out are what kernels, NCCL and the allocator
-need for themselves (see ``hardware.memory_share``), and adapters; and the rounded weights by which the policy samples in
-turn with training, half as many bytes as gradients, which are not there then. A value model is one more of these sums.
+need for themselves (see ``hardware.memory_share``), and adapters; and the rounded weights with which the policy samples
+in turn with training: half as many bytes as gradients, which are not there then. A value model is one more such sum.
 """
 
 from __future__ import annotations

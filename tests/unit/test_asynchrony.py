@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import PROMPTS, new_args
 
 from async_rlhf.commands.train import run_train
-from async_rlhf.generation.placement import threads_side_by_side
+from async_rlhf.generation.placement import shared_cores, threads_side_by_side
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
 from async_rlhf.run.summary import asynchrony, better_threads, read_rows
@@ -106,6 +107,10 @@ def test_only_runs_that_share_one_cpu_are_told_of_threads(tmp_path, monkeypatch)
     cpu, together = torch.device("cpu"), {"staleness": 1, "num_threads": None}
     args = new_args(tmp_path, generation={"placement": "process", "num_threads": 2, "workers": 2}, **together)
     assert threads_side_by_side(args, cpu, ranks=1) == (2, 2, 4)
+    with shared_cores(args, cpu) as each:
+        assert (each, torch.get_num_threads()) == (2, 4)
+    with shared_cores(replace(args, staleness=0, generation=replace(args.generation, num_threads=None)), cpu) as each:
+        assert (each, torch.get_num_threads()) == (4, 8)  # they take turns
     assert threads_side_by_side(args, torch.device("cuda"), ranks=1) is None
     assert threads_side_by_side(args, cpu, ranks=2) is None
     assert threads_side_by_side(new_args(tmp_path), cpu, ranks=1) is None

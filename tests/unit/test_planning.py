@@ -851,6 +851,15 @@ def test_the_command_reads_a_run_and_shows_its_own_error(tmp_path, capsys):
     assert "54 batches measured with 1 generator and 1 learner at staleness 1" in text
     off = float(text.split("simulated,")[1].split("(")[1].split("%")[0])
     assert abs(off) < 5
+    assert "num_threads" not in text
+    write_run(tmp_path / "uneven", draw([BatchTimes((2.0,), 0.4, 0.05)], VariationConfig(0.2, 0.2), 60, seed=2), 1)
+    (tmp_path / "uneven" / "environment.json").write_text('[{"async_rlhf": {}, "device": "cpu", "ranks": 1}]')
+    sizes = "output_dir: x, staleness: 1, num_threads: 1, generation: {num_threads: 7}"
+    recipe = f"algorithm: grpo\nmodel: m\nreward_model: r\ndata: {{train: d}}\ntrain: {{{sizes}}}\n"
+    (tmp_path / "uneven" / "run.yml").write_text(recipe)
+    assert plan("--run", str(tmp_path / "uneven")) == 0
+    text = capsys.readouterr().out
+    assert "On one CPU: The learner waits for the other side: with generation.num_threads 6 and num_threads 2" in text
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from async_rlhf.algorithms.table import find
@@ -16,10 +17,14 @@ from async_rlhf.commands.evaluation.tables import rendered
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
 from async_rlhf.config.parsing import parse
+from async_rlhf.generation.placement import threads_side_by_side
 from async_rlhf.models.budget import with_least
 from async_rlhf.models.gpu_defaults import decided
 from async_rlhf.models.memory import Pass
 from async_rlhf.run.config import RunConfig
+from async_rlhf.run.folder import METRICS
+from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, starts_of
+from async_rlhf.run.summary import better_threads, read_rows
 from async_rlhf.studies.plan import simulate
 from async_rlhf.studies.plan.config import PlanConfig
 from async_rlhf.studies.plan.measured import MeasuredRun, read_run
@@ -233,8 +238,27 @@ def page(choices: Sequence[Choice], proposal: Proposal, source: Source, config: 
         simulated = again.outcomes[run.staleness].step_seconds
     values = {"table": table(choices, proposal, config), "proposal": proposal, "source": source, "config": config}
     values |= {"needs": needs, "recompute": str(recompute) if recompute else "", "simulated": simulated}
-    values |= {"utilization": utilization, "update": update}
+    values |= {
+        "utilization": utilization,
+        "update": update,
+        "threads": "" if run is None else better(Path(str(config.run))),
+    }
     return filled_page("plan", values, short=short, words=_split, gigabytes=lambda size: f"{size / 1e9:.0f}")
+
+
+def better(folder: Path) -> str:
+    """Better numbers of threads for a measured run both sides of which shared the cores of this machine's CPU; "" if
+    there are none, or the run did not begin as a command.
+    """
+    starts = starts_of(folder / ENVIRONMENT)
+    if not starts or not (folder / RUN_FILE).is_file():
+        return ""
+    with suppress(ConfigError):  # of a run from Python, or of another version
+        recipe = parse(RunConfig, "train", ["--config", str(folder / RUN_FILE)])[0]
+        device, ranks = torch.device(str(starts[-1].get("device"))), int(starts[-1].get("ranks", 1))
+        threads = threads_side_by_side(recipe.train, device, ranks)
+        return "" if threads is None else better_threads(read_rows(folder / METRICS), *threads)
+    return ""
 
 
 def report(choices: Sequence[Choice], proposal: Proposal, source: Source) -> dict[str, Any]:
