@@ -854,7 +854,7 @@ def test_the_command_reads_a_run_and_shows_its_own_error(tmp_path, capsys):
     assert "num_threads" not in text
     write_run(tmp_path / "uneven", draw([BatchTimes((2.0,), 0.4, 0.05)], VariationConfig(0.2, 0.2), 60, seed=2), 1)
     (tmp_path / "uneven" / "environment.json").write_text('[{"async_rlhf": {}, "device": "cpu", "ranks": 1}]')
-    sizes = "output_dir: x, staleness: 1, num_threads: 1, generation: {num_threads: 7}"
+    sizes = "output_dir: x, staleness: 1, num_threads: 4, generation: {num_threads: 4}"
     recipe = f"algorithm: grpo\nmodel: m\nreward_model: r\ndata: {{train: d}}\ntrain: {{{sizes}}}\n"
     (tmp_path / "uneven" / "run.yml").write_text(recipe)
     assert plan("--run", str(tmp_path / "uneven")) == 0
