@@ -1,13 +1,15 @@
 """Tokens per second of the decode loop, against transformers' own `generate` and a loop that does nothing but sample.
 
-    python benchmarks/generation.py [--batch 64] [--samples 4] [--rounds 7] [--threads 1] [--json]
+    python benchmarks/generation.py [--model toy] [--dtype float32] [--batch 64] [--samples 4] [--rounds 7] [--json]
 
-A GPT-NeoX with random weights. The contestants take turns, round by round, in an order that rotates, so that a machine
-whose speed drifts treats them alike. Ratios are within a round: median, lowest and highest.
+A model with random weights: a small GPT-NeoX ("toy"), or one of the sizes of SmolLM2-135M ("llama"). The contestants
+take turns, round by round, in an order that rotates, so that a machine whose speed drifts treats them alike. Ratios are
+within a round: median, lowest and highest.
 
     ours         TransformersEngine: also log-probabilities, random numbers by counter, versions, finish reasons
     generate     model.generate: tokens only
     bare loop    one pass over the prompts, then forward pass, softmax and a draw by turns: tokens only
+    products     every product with a weight matrix that the bare loop computes, and nothing else: the least it can take
     vLLM         VLLMEngine, where vLLM is installed: also log-probabilities, seeds by request, versions, finish reasons
 
 In the first table every row is sampled to its full length. In the second one token of `--new-tokens` ends its row, and
@@ -26,12 +28,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from machine import busy_seconds, seconds
 from smallest import parse
-from torch import Tensor
-from transformers import DynamicCache, GPTNeoXForCausalLM
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from workload import neox
 
 from async_rlhf.config import VLLMConfig
@@ -47,8 +50,19 @@ Contestant = Callable[[], int]
 """Samples the whole batch; says how many tokens it kept."""
 
 
-def make_model(options: argparse.Namespace) -> GPTNeoXForCausalLM:
-    model = neox(options.vocabulary, options.hidden, options.layers, options.heads, eos_token_id=None, pad_token_id=0)
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+def make_model(options: argparse.Namespace) -> PreTrainedModel:
+    ends: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if options.model == "llama":
+        sizes = SMOLLM2 | ({"num_hidden_layers": 1} if options.smallest else {})
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**sizes, **ends))
+        options.vocabulary = model.config.vocab_size
+    else:
+        model = neox(options.vocabulary, options.hidden, options.layers, options.heads, **ends)
     return model.to(options.device, getattr(torch, options.dtype)).eval()
 
 
@@ -77,13 +91,13 @@ def params_of(stops: int, options: argparse.Namespace) -> SamplingParams:
     return SamplingParams(options.samples, TEMPERATURE, stop_token_ids=tuple(range(stops)), seed=0, **lengths)
 
 
-def ours(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+def ours(model: PreTrainedModel, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
     params = params_of(stops, options)
     engine = TransformersEngine(model, params)
     return lambda: sum(len(sample.drawn) for group in engine.generate(prompts) for sample in group)
 
 
-def generate(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+def generate(model: PreTrainedModel, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
     tokens_PT, mask_PT = left_padded(prompts, options.device)
     ends = {"max_new_tokens": options.new_tokens, "eos_token_id": list(range(stops)) or None}
     sampling = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "num_return_sequences": options.samples}
@@ -95,7 +109,7 @@ def generate(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, optio
     return sample
 
 
-def bare_loop(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+def bare_loop(model: PreTrainedModel, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
     tokens_PT, mask_PT = left_padded(prompts, options.device)
 
     @torch.no_grad()
@@ -119,7 +133,29 @@ def bare_loop(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, opti
     return sample
 
 
-def vllm(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+def products(model: PreTrainedModel, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    read = left_padded(prompts, options.device)[0].numel()
+
+    def states(rows: int, drawing: int) -> list[Tensor]:
+        """What each layer gets; the head only what a token is drawn from."""
+        counts = [drawing if layer is model.get_output_embeddings() else rows for layer in layers]
+        sizes = zip(counts, layers, strict=True)
+        return [torch.randn(n, m.in_features, dtype=model.dtype, device=options.device) for n, m in sizes]
+
+    first, later = states(read, len(prompts)), states(options.batch, options.batch)
+
+    @torch.no_grad()
+    def compute() -> int:
+        for given in [first] + [later] * (options.new_tokens - 1):
+            for layer, state in zip(layers, given, strict=True):
+                layer(state)
+        return options.batch * options.new_tokens
+
+    return compute
+
+
+def vllm(model: PreTrainedModel, prompts: list[Prompt], stops: int, options: argparse.Namespace) -> Contestant:
     params = params_of(stops, options)
     longest = options.longest_prompt + options.new_tokens
     memory = VLLMConfig(kv_cache_gb=0.5 if options.device == "cpu" else None, gpu_memory_utilization=0.5)
@@ -133,7 +169,7 @@ def vllm(model: GPTNeoXForCausalLM, prompts: list[Prompt], stops: int, options: 
     return sample
 
 
-CONTESTANTS = {"ours": ours, "generate": generate, "bare loop": bare_loop}
+CONTESTANTS = {"ours": ours, "generate": generate, "bare loop": bare_loop, "products": products}
 if find_spec("vllm") is not None:
     CONTESTANTS["vLLM"] = vllm
 
@@ -141,7 +177,8 @@ if find_spec("vllm") is not None:
 def run(options: argparse.Namespace, stops: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Tokens per second of every round, and the share of the last in which the device had nothing, by contestant."""
     model, prompts = make_model(options), make_prompts(options)
-    contestants = {name: CONTESTANTS[name](model, prompts, stops, options) for name in options.contestants}
+    taking_part = [name for name in options.contestants if not (stops and name == "products")]  # it leaves out no rows
+    contestants = {name: CONTESTANTS[name](model, prompts, stops, options) for name in taking_part}
     speeds: dict[str, list[float]] = {name: [] for name in contestants}
     idle: dict[str, float] = {}
     for r in range(-1, options.rounds):  # the first round warms up
@@ -159,11 +196,12 @@ def run(options: argparse.Namespace, stops: int) -> tuple[dict[str, list[float]]
 
 def table(speeds: dict[str, list[float]]) -> str:
     """Markdown: medians over rounds, and what the ratios of a round range over."""
-    lines = ["| | tokens/s | / generate | / bare loop |", "|---|---|---|---|"]
+    lines = ["| | tokens/s | / generate | / bare loop | seconds / products' |", "|---|---|---|---|---|"]
     for name, found in speeds.items():
         cells = [name, f"{statistics.median(found):.0f}"]
-        for rival in ("generate", "bare loop"):
-            ratios = [a / b for a, b in zip(found, speeds.get(rival, [math.nan] * len(found)), strict=True)]
+        for rival in ("generate", "bare loop", "products"):
+            pairs = zip(found, speeds.get(rival, [math.nan] * len(found)), strict=True)
+            ratios = [b / a if rival == "products" else a / b for a, b in pairs]
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -174,6 +212,7 @@ def main() -> None:
     numbers = {"batch": 64, "samples": 4, "rounds": 7, "threads": 1, "new-tokens": 64, "longest-prompt": 64}
     for name, default in (numbers | {"vocabulary": 4096, "hidden": 256, "layers": 4, "heads": 8}).items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--model", choices=("toy", "llama"), default="toy", help="its shape; that of a toy is below")
     every = [*CONTESTANTS]
     parser.add_argument("--contestants", nargs="+", choices=every, default=every, help="without the others' ratios")
     parser.add_argument("--device", default="cpu")

@@ -206,11 +206,17 @@ def _in_one_call(
     **options: Any,
 ) -> Tensor:
     """Attention (B, T, H, D). transformers' function leaves out, or refuses, a soft cap on the scores, which Gemma 2
-    has.
+    has; and where a mask is needed, it copies keys and values for each of the query heads that share them. A single
+    token's queries of such heads are rows of one product instead.
     """
-    if softcap is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     heads, (length, keys) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    if softcap is None:
+        alike = mask is not None and mask.shape[1] == 1 and options.get("position_bias") is None
+        if length > 1 or heads == 1 or not alike or torch.is_grad_enabled():
+            return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+        rows = query.reshape(len(query), -1, heads, query.shape[3])
+        out = nn.functional.scaled_dot_product_attention(rows, key, value, mask, scale=options.get("scaling"))
+        return out.reshape(len(query), 1, -1, out.shape[3])
     key, value = (part.repeat_interleave(heads, dim=1) for part in (key, value))
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     scores_BHTS = softcap * torch.tanh(query @ key.mT * (scale / softcap))

@@ -162,10 +162,11 @@ def test_shared_tokens(run):
 
 
 def test_generation(run):
-    tables = markdown(run("generation.py", "--contestants", "ours", "generate", "bare loop"))
+    names = ["ours", "generate", "bare loop"]
+    tables = markdown(run("generation.py", "--model", "llama", "--contestants", *names, "products"))
     assert len(tables) == 2
-    for rows in tables:
-        assert [row[""] for row in rows] == ["ours", "generate", "bare loop"]
+    for rows, known in zip(tables, ([*names, "products"], names), strict=True):
+        assert [row[""] for row in rows] == known
         for row in rows:
             require(row["tokens/s"], 1)
             require(row["/ generate"].replace("-", " "), 0.01)

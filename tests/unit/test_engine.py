@@ -21,6 +21,7 @@ from async_rlhf.generation import transformers_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.sampling import draw_tokens, philox, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.models import packing
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.forward import head_in_float32, response_logprobs
 from async_rlhf.models.loading import stop_token_ids
@@ -426,6 +427,22 @@ def test_weights_are_rounded_once_and_the_samples_are_those_of_autocast_alone(ma
             assert len(casts) == (4 if rounds else 2)
             del casts[2:]
     assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_sliding"])
+def test_a_token_copies_no_keys_for_each_of_the_heads_that_share_them(make_policy, kind, monkeypatch):
+    lengths, attention = [], packing.sdpa_attention_forward
+    monkeypatch.setattr(
+        packing,
+        "sdpa_attention_forward",
+        lambda module, query, *given, **options: (
+            lengths.append(query.shape[2]) or attention(module, query, *given, **options)
+        ),
+    )
+    engine = PlainEngine(make_model(kind, make_policy), params(stop_token_ids=()))
+    engine.generate(ragged_prompts())
+    assert len(lengths) == 2  # of the prompts, in each of two layers
+    assert min(lengths) > 1
 
 
 def kinds_of(model: hf.PreTrainedModel) -> tuple[str, str]:
