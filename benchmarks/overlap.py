@@ -14,7 +14,7 @@ round, so that a machine whose speed drifts treats them alike. For each:
     efficiency  max(generate, train) / wall: 1 is perfect overlap
     speed-up    wall of staleness 0 / wall
 
-"0, both cores" is the fair synchronous rival: one process that samples and trains in turn with two threads.
+Staleness 0 is as fast as it can be: one process samples and trains in turn, each with both cores (docs/decisions.md).
 
 Where there are GPUs, the learner is on the first and the generator on the last; on a single one they share it.
 
@@ -54,17 +54,14 @@ class Size:
     engine: str = "transformers"
 
 
-def measure(
-    staleness: int, prompts: int, batches: int, both_cores: bool = False, size: Size = Size()
-) -> dict[str, float]:
+def measure(staleness: int, prompts: int, batches: int, size: Size = Size()) -> dict[str, float]:
     """Seconds per batch of one run, means over the batches after the warm-up."""
-    # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what comparing them costs.
-    inline = {"placement": "inline", "num_threads": None} if both_cores else {}
     memory = VLLMConfig(kv_cache_gb=None if torch.cuda.is_available() else 0.1, gpu_memory_utilization=0.4)
-    generation = {"response_length": RESPONSE_TOKENS, "engine": size.engine, "vllm": memory, **inline}
+    apart = {} if staleness else {"placement": "inline", "num_threads": None}
+    generation = {"response_length": RESPONSE_TOKENS, "engine": size.engine, "vllm": memory, **apart}
     options = {
         **{"staleness": staleness, "batches": batches, "per_device_train_batch_size": prompts, "bf16": size.bf16},
-        **{"max_prompt_length": PROMPT_TOKENS, "num_threads": 2 if both_cores else 1},
+        **{"max_prompt_length": PROMPT_TOKENS, "num_threads": 1 if staleness else 2},
     }
     model = neox(VOCABULARY, size.hidden, size.layers, size.hidden // 32, PROMPT_TOKENS + RESPONSE_TOKENS)
     mean = train("online_dpo", model, workload.prompts(), generation, options, reward_funcs=reward).mean_times()
@@ -84,20 +81,15 @@ def balanced_batch(size: Size, tried: Sequence[int]) -> int:
 
 def run(rounds: int, batches: int, prompts: int, size: Size) -> dict[str, dict[str, float]]:
     """Medians over rounds, by staleness."""
-    every: dict[str, list[dict[str, float]]] = {"0, both cores": [], "0": [], "1": [], "2": []}
+    every: dict[str, list[dict[str, float]]] = {"0": [], "1": [], "2": []}
     for _ in range(rounds):
         for name, found in every.items():
-            figures = measure(int(name[0]), prompts, batches, both_cores="both" in name, size=size)
-            base = found if name == "0" else every["0"]
+            figures = measure(int(name), prompts, batches, size=size)
             figures["efficiency"] = max(figures["generate"], figures["train"]) / figures["wall"]
             figures["publish share"] = figures["publish"] / figures["wall"]
             found.append(figures)
-            if len(base) == len(found):
-                figures["speed-up"] = base[-1]["wall"] / figures["wall"]
-    return {
-        name: {key: statistics.median(f[key] for f in found if key in f) for key in found[0] | found[-1]}
-        for name, found in every.items()
-    }
+            figures["speed-up"] = every["0"][-1]["wall"] / figures["wall"]
+    return {name: {key: statistics.median(f[key] for f in found) for key in found[0]} for name, found in every.items()}
 
 
 WAITS = (

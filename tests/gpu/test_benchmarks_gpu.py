@@ -16,7 +16,7 @@ def test_figures_are_written_under_the_name_of_the_device(tmp_path):
     (file,) = tmp_path.iterdir()
     figures = json.loads(file.read_text())
     assert [name for name, found in figures.items() if "skipped" in found] == ([] if GPU else ["memory"])
-    assert figures["overlap"]["staleness"].keys() == {"0, both cores", "0", "1", "2"}
+    assert figures["overlap"]["staleness"].keys() == {"0", "1", "2"}
     assert figures["vllm"]["full length"]["vLLM"] > 0
     assert 0 <= figures["vllm"]["idle"]["vLLM"] <= 1
     for way in figures["weights"]["ways"].values():
