@@ -75,7 +75,7 @@ def train(
 ) -> Run:
     """Train with one generator process, unless ``generation`` says otherwise."""
     with tempfile.TemporaryDirectory() as folder:
-        # 8 of these few completions would be a third of a batch; see docs/engine_checks.md for what comparing them costs.
+        # Comparing 8 of these few completions would be a third of a batch: see docs/engine_checks.md.
         alone = {"placement": "process", "num_threads": 1, "mismatch_samples": 0}
         defaults = {"output_dir": folder, "overwrite_output_dir": True, "save_steps": 0, "progress": False}
         config = find(algorithm).config(

@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--dtype", default="float32", help="of TRL's weights; bfloat16 is faster, and trains otherwise")
     parser.add_argument("--batches", type=int, help="of sums.yml, if left out")
     parser.add_argument("--results", type=Path, default=RESULTS)
     wanted = parser.parse_args()
@@ -67,6 +68,7 @@ def main() -> None:
         learning_rate=ours["learning_rate"],
         beta=ours["kl"]["coef"],
         bf16=ours["bf16"],
+        model_init_kwargs={"dtype": wanted.dtype},
         loss_type="grpo",
         gradient_checkpointing=False,
         use_cpu=True,
