@@ -229,7 +229,7 @@ def in_shares(
     The batches do not depend on the number of ranks, so the results are those of one rank.
 
     Args:
-        place: in the program; see :meth:`~async_rlhf.distributed.collectives.Ranks.meet`.
+        place: in the program; see :meth:`~async_rlhf.distributed.collectives.Ranks.gather`.
         batches: the same on every rank.
         compute: the result must be such that it can be pickled.
         ranks: who share the batches.

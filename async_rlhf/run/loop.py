@@ -195,7 +195,7 @@ class TrainingLoop(Loop):
     Args:
         rollouts: the batches, in order.
         evaluations: on held-out prompts.
-        parts: warns where measures part from the score.
+        drift: warns where measures part from the score.
     """
 
     run: Run

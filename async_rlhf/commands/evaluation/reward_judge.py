@@ -33,7 +33,6 @@ class RewardJudge:
         dtype: of the reward model.
         tokenizer: of the reward model, a folder or hub name; None for the one saved with it.
         trust: whether Python code that comes with these may be run.
-        bits: see :func:`~async_rlhf.models.loading.load_reward_model`.
         ranks: who share the reward model's passes. Functions are called on rank 0 alone.
         chat: how chats are written.
     """
