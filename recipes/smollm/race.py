@@ -3,7 +3,8 @@
     python recipes/smollm/race.py run sums --staleness 0 1 2 --seeds 0 1 2 3 4
     python recipes/smollm/race.py draw --output runs/smollm/race.png
 
-`run` trains with nothing beside it, as seconds are measured: leave the machine idle. Runs that are done are skipped. Of
+`run` trains with nothing beside it, as seconds are measured: leave the machine idle. S = 0 is in turn, in the placement
+that is faster here, with all cores for each phase. Runs that are done are skipped. Of
 each it adds a line to --results: seconds and score of every batch, and of each held-out question the share of right
 answers at the end. `draw` makes the picture. trl_grpo.py adds the lines of TRL.
 """
@@ -25,6 +26,8 @@ from async_rlhf.studies.report.charts import Axis, Key, Row, Series, Spec, curve
 HERE = Path(__file__).parent
 RESULTS = Path("runs/smollm/race/results.jsonl")
 TASKS = {"sums": "sums, GRPO", "sums_dpo": "sums, online DPO", "sums_hints": "sums in two turns, GRPO"}
+IN_TURN = "inline"
+"""Of S = 0: where sampling is faster, in the learner's process or in one of its own."""
 TOGETHER = 5
 """Batches of a mean."""
 
@@ -51,11 +54,16 @@ def main() -> None:
         if any(run.items() <= done.items() for done in read(wanted.results)):
             continue
         folder = wanted.folder / f"{task},{lag},{seed}"
-        keys = {"staleness": lag, "seed": seed, "output_dir": folder, "overwrite_output_dir": "true"}
-        words = [word for key, value in keys.items() for word in (f"--train.{key}", str(value))]
-        command = [sys.executable, "-m", "async_rlhf.cli", "train", "--config", str(HERE / f"{task}.yml")]
-        subprocess.run([*command, *words, *wanted.options], check=True)
+        subprocess.run([*command(task, lag, seed, folder), *wanted.options], check=True)
         add(run | outcome(folder), wanted.results)
+
+
+def command(task: str, lag: int, seed: int, folder: Path) -> list[str]:
+    """What trains."""
+    keys = {"staleness": lag, "seed": seed, "output_dir": folder, "overwrite_output_dir": "true"}
+    words = [word for key, value in keys.items() for word in (f"--train.{key}", str(value))]
+    words += [] if lag else ["--train.generation.placement", IN_TURN]
+    return [sys.executable, "-m", "async_rlhf.cli", "train", "--config", str(HERE / f"{task}.yml"), *words]
 
 
 def outcome(folder: Path) -> dict[str, Any]:

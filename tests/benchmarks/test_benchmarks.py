@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import ast
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from printed import BENCHMARKS, columns, in_here, markdown, require
+
+from async_rlhf.config.parsing import parse
+from async_rlhf.generation import placement
+from async_rlhf.run.config import RunConfig
+from async_rlhf.tasks.docstrings.config import QuickstartConfig
+from async_rlhf.tasks.docstrings.quickstart import stage_configs
 
 TESTS = Path(__file__).parents[1]
 PARTS = {"fake_rank", "machine", "smallest", "waiting", "waits", "workload"}
@@ -87,6 +97,29 @@ def _imports(tree: ast.Module) -> list[ast.ImportFrom]:
 
 def _keys(call: ast.Call) -> list[str]:
     return [keyword.arg or "" for keyword in call.keywords]
+
+
+def test_what_asynchrony_is_compared_with_is_the_fastest_run_in_turn(monkeypatch, tmp_path):
+    """docs/decisions.md: all cores for each phase, in the placement that is faster."""
+    monkeypatch.setattr(placement, "available_cores", lambda: 6)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "async_rlhf" / "recipes" / "smollm"))
+    overlap, race, cpu = import_module("overlap"), import_module("race"), torch.device("cpu")
+    before = torch.get_num_threads()
+    asked: list[dict[str, Any]] = []
+    times = dict.fromkeys(("batch", "generate", "score", "annotate", "train", "publish", "wait"), 1.0)
+    done = SimpleNamespace(mean_times=lambda: times)
+    monkeypatch.setattr(overlap, "train", lambda *given, **_: asked.append({**given[3], "learner": given[4]}) or done)
+    overlap.measure(0, 4, 8)
+    assert (asked[0]["placement"], asked[0]["num_threads"], asked[0]["learner"]["num_threads"]) == ("inline", None, 2)
+    words = race.command("sums", 0, 3, tmp_path)
+    runs = [parse(RunConfig, "train", [*words[4:], "--model", "m"])[0].train]
+    runs.append(stage_configs(QuickstartConfig(out=str(tmp_path)))["synchronous"].train)
+    for run in runs:
+        assert (run.staleness, run.seed, run.bf16) in ((0, 3, True), (0, 0, "auto"))
+        with placement.shared_cores(run, cpu) as threads:
+            assert threads == (None if run.placement == "inline" else 6)
+            assert torch.get_num_threads() == (before if run.placement == "inline" else 6)
 
 
 def test_overlap(run):
