@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_565, 31_500, 40_680, 16, 453
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_565, 31_500, 40_700, 16, 453
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_936
 """Of benchmarks/ and scripts/."""
