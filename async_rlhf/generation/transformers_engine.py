@@ -67,7 +67,7 @@ class TransformersEngine:
         model: used in place, so training it changes what is sampled.
         params: how to sample.
         version: number of the weights that the model holds now.
-        autocast: compute in this type if the weights are float32; None computes in the weights' type.
+        autocast: compute in this type if the weights are in another; None computes in the weights' type.
         device: where it computes, if that is not where the weights are kept.
     """
 
@@ -80,7 +80,7 @@ class TransformersEngine:
         device: torch.device | None = None,
     ) -> None:
         self.model, self.params, self.version = model, params, version
-        self.autocast, self._device = autocast, device
+        self.autocast, self._device = None if autocast == model.dtype else autocast, device
         self.rounds, self.head_float32 = True, False
         """Whether weights are rounded once, instead of by autocast for every token, and whether not the head's."""
         self._samples, self._rounding = False, ExitStack()
