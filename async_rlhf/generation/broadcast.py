@@ -32,6 +32,7 @@ from torch import Tensor
 
 from async_rlhf.models.publish import TensorSpec, tensors_in
 from async_rlhf.system.guarded_port import GuardedPort, connect
+from async_rlhf.system.subprocesses import environment_changed
 
 TIMEOUT = timedelta(seconds=120)
 BUCKET = 1 << 26
@@ -287,6 +288,10 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device) if device.type == "cuda" else None)
 
 
+_MAKING = threading.Lock()
+"""Held while a group is made, by one thread at a time: the environment is the process's."""
+
+
 class _NCCLGroup:
     """NCCL's group of the learner and a server's processes.
 
@@ -297,8 +302,11 @@ class _NCCLGroup:
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * TIMEOUT  # we notice first; NCCL would end the process
-        self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
+        options._timeout = 2 * TIMEOUT  # we notice first
+        # torch would watch the group in a thread that ends this process if another one of the group is gone. It leaves
+        # that to us if we say that we wait for everything, as we do.
+        with _MAKING, environment_changed({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def broadcast(self, data: Tensor, wait: bool = False) -> None:
@@ -312,7 +320,7 @@ class _NCCLGroup:
             return
         work = self._group.broadcast([data], dist.BroadcastOptions())
         if wait:
-            work.wait()
+            work.synchronize()
         self._under_way.append((work, data))
         self.finish(1)  # the next one is copied to the device meanwhile
 
@@ -321,11 +329,12 @@ class _NCCLGroup:
 
         Raises:
             ConnectionError: one takes too long.
+            RuntimeError: one has failed, as others of the group are gone.
         """
         deadline = time.monotonic() + TIMEOUT.total_seconds()
         while len(self._under_way) > left:
             if self._under_way[0][0].is_completed():
-                self._under_way.popleft()
+                self._under_way.popleft()[0].wait()  # raises what has gone wrong: then, too, it is completed
             elif time.monotonic() > deadline:
                 raise ConnectionError(f"NCCL has not sent a bucket within {TIMEOUT.total_seconds():g} s")
             else:

@@ -21,16 +21,17 @@ class StagedWeights:
 
     Args:
         weights: in pinned memory of the host.
-        device: of the engine, which has all the memory that it will need: vLLM takes it when it starts.
+        device: of the engine, which has started.
+        unheld: bytes there that the engine will take, and does not hold now.
     """
 
-    def __init__(self, weights: SnapshotRing, device: torch.device) -> None:
+    def __init__(self, weights: SnapshotRing, device: torch.device, unheld: int = 0) -> None:
         self._weights, self._device = weights, device
         self._stream, self._ready = torch.cuda.Stream(device), torch.cuda.Event()
         free, _ = torch.cuda.mem_get_info(device)
         self._memory: Tensor | None = None
         """Of one version; None without room."""
-        if free - weights.slot_bytes >= _SPARE:
+        if free - weights.slot_bytes - unheld >= _SPARE:
             self._memory = torch.empty(weights.slot_bytes, dtype=torch.uint8, device=device)
         self._version = -1
 

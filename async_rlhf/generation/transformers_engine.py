@@ -55,7 +55,10 @@ def make(spec: ModelSpec, params: SamplingParams) -> TransformersEngine:
     """The engine of a generator process; its weights must still be loaded."""
     if spec.deterministic and "cuda" in spec.device:
         prepare_deterministic()
-    with torch.device(spec.device):
+    device = torch.device(spec.device)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # else whatever asks for no GPU by name would open a context on the first, too
+    with device:
         model = spec.model_class._from_config(spec.config, dtype=spec.dtype)
     return TransformersEngine(model.eval(), params, version=-1, autocast=spec.autocast)
 

@@ -134,6 +134,11 @@ class VLLMEngine:
         """Call ``heartbeat`` after every step of vLLM's scheduler."""
         self._heartbeat = heartbeat
 
+    @property
+    def unheld(self) -> int:
+        """Bytes of a GPU that a step takes at most, as vLLM has measured when it started, and then given back."""
+        return max(self._llm.collective_rpc(lambda worker: getattr(worker, "peak_activation_memory", 0)))
+
     def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """See :func:`~async_rlhf.generation.vllm_weights.load_weights`.
 

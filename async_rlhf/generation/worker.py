@@ -87,7 +87,7 @@ class RequestHandler:
             if spec.engine == "vllm" and spec.adapter is None and spec.gpus == 1 and weights.folded:
                 # By its number here: the process may see its own GPU alone, as the first.
                 device = torch.device("cuda", torch.cuda.current_device())
-                self.weights = self._staged = StagedWeights(weights, device)
+                self.weights = self._staged = StagedWeights(weights, device, getattr(self.engine, "unheld", 0))
                 where = "on the GPU" if self._staged.has_room else "in the host's memory, as the GPU has no room for it"
                 logger.info("generator: the next version of the weights waits %s", where)
         self.sampler = EpisodeSampler(self.engine, heartbeat=self._alive)

@@ -31,7 +31,9 @@ def start_ranks(config: OnRanksConfig, command: str = "train") -> Ranks:
     """
     launched = launched_ranks()
     if launched == 1 and config.device is not None:
-        device_of_host("device", config.device)
+        device = device_of_host("device", config.device)
+        if device.type == "cuda" and device.index:
+            torch.cuda.set_device(device)  # as ranks do: what asks for no GPU by name then leaves the first one alone
     right = f"must be {launched}, the processes that were launched, or left out"
     if launched == 1:
         right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"

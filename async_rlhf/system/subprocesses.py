@@ -85,7 +85,7 @@ def start_process(
     """
     if method == "forkserver":
         environment = {**environment, **_NO_CUDA_YET}
-    with _STARTING, _main_left_alone(), _endings_blocked(), _environment_changed(environment):
+    with _STARTING, _main_left_alone(), _endings_blocked(), environment_changed(environment):
         try:
             process.start()
         except (OSError, EOFError, AttributeError) as error:  # the fork server is dead, or its socket is gone
@@ -101,7 +101,7 @@ def started_within(environment: Mapping[str, str | None]) -> Iterator[None]:
     """Processes that a library starts within belong to this one, which ends them: they ignore SIGINT as well, get these
     variables, and do not run the user's script again.
     """
-    with _STARTING, _main_left_alone(), _endings_blocked(signal.SIGINT), _environment_changed(environment):
+    with _STARTING, _main_left_alone(), _endings_blocked(signal.SIGINT), environment_changed(environment):
         yield
 
 
@@ -137,8 +137,8 @@ def _endings_blocked(*more: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def _environment_changed(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Processes started within get these variables, without those that are None."""
+def environment_changed(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Within, and for processes started within, the environment has these variables, without those that are None."""
     before = {name: os.environ.get(name) for name in variables}
     _set_environment(variables)
     try:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from async_rlhf.generation import broadcast
 
@@ -22,7 +25,10 @@ class GlooGroup:
             store.set("meeting place", str(Path(self._folder.name) / "store"))
         place = dist.FileStore(store.get("meeting place").decode(), world)
         self._group = dist.ProcessGroupGloo(place, rank, world, broadcast.TIMEOUT)
-        self.broadcast = self._group.broadcast
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Any:
+        work = self._group.broadcast(tensors, options)
+        return SimpleNamespace(is_completed=work.is_completed, wait=work.wait, synchronize=work.wait)
 
     def shutdown(self) -> None:
         """Nothing is left to do."""

@@ -131,6 +131,7 @@ class SimulatedTensor(torch.Tensor):
         options = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
         made = torch.Tensor._make_wrapper_subclass(cls, held.size(), **options, layout=held.layout, device="cpu")
         made.held, made.index = held, index
+        _used.add(index)
         memory = held.untyped_storage()
         address = memory.data_ptr()
         for taken in allocations:
@@ -265,6 +266,8 @@ def _set_device(device: Any) -> None:
     _here()
 
 
+_used: set[int] = set()
+"""The GPUs on which this process has had tensors."""
 _state: dict[str, bool] = {"initialized": False, "forked": False}
 
 
@@ -553,6 +556,9 @@ class SimulatedRuntime:
 
     @classmethod
     def cudaHostRegister(cls, address: int, size: int, flags: int) -> int:  # noqa: N802
+        """CUDA opens a context on the current GPU, which takes half a gigabyte of it."""
+        if _used and current_device() not in _used:
+            raise RuntimeError(f"a context is opened on GPU {current_device()}, on which this process has nothing")
         cls.pinned[address] = size
         return 0
 
@@ -565,7 +571,7 @@ class SimulatedRuntime:
 def _pinned(tensor: Tensor) -> Tensor:
     copied = tensor.clone()
     address = copied.untyped_storage().data_ptr()
-    SimulatedRuntime.cudaHostRegister(address, copied.nbytes, 0)
+    SimulatedRuntime.pinned[address] = copied.nbytes  # torch does it with a context that there is
     weakref.finalize(copied, SimulatedRuntime.cudaHostUnregister, address)
     return copied
 

@@ -252,11 +252,12 @@ class PathOfWeights:
     """The version that the engine held when a newer one was on its way."""
 
 
-def path_of_weights(room: int = 80 * 10**9) -> PathOfWeights:
+def path_of_weights(room: int = 80 * 10**9, unheld: int = 0) -> PathOfWeights:
     """Publish on the first GPU, and have a worker's engine on the second one load the version.
 
     Args:
         room: bytes that are free there.
+        unheld: bytes of these that the engine will take.
     """
     policy, hashed, digest = new_policy().to("cuda:0"), Counter[str](), weights.digest
     expected = {name: tensor.bfloat16() for name, tensor in weights.named_weights(new_policy()).items()}
@@ -280,6 +281,7 @@ def path_of_weights(room: int = 80 * 10**9) -> PathOfWeights:
             "make_engine",
             lambda spec, params: make_engine(replace(spec, engine="transformers", device="cuda:0"), params),
         )
+        patch.setattr(TransformersEngine, "unheld", unheld, raising=False)  # as vLLM's has it
         patch.setattr(simulated_device, "GPUS", 1)  # as in a process that CUDA_VISIBLE_DEVICES gives the second alone
         handler = RequestHandler(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
         pinned = own.memory.data_ptr() in simulated_device.SimulatedRuntime.pinned

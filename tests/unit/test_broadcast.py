@@ -60,7 +60,7 @@ class Takers:
             try:
                 taken = receiver.receive(invitation, rank, CPU)
                 self.found[rank] = {} if taken is None else dict(taken)
-            except ConnectionError as error:
+            except (ConnectionError, RuntimeError) as error:
                 self.found[rank] = error
 
         threads = [threading.Thread(target=receive, args=taker) for taker in enumerate(self.receivers, start=1)]
@@ -239,16 +239,21 @@ def test_what_nccl_notes_reaches_every_receiver_without_a_port_of_its_own():
 
 
 class SlowWork:
-    """As NCCL's: waiting for it only orders the device's work, and the bytes arrive later."""
+    """As NCCL's: the device's work is only ordered after it, and the bytes arrive later."""
 
     seconds = 0.05
+    failed = False
 
     def __init__(self, group: SlowGroup, work: dist.Work) -> None:
         self.group, self.work, self.since = group, work, time.monotonic()
         group.under_way.append(self)
 
-    def wait(self) -> bool:
-        return True
+    def synchronize(self) -> None:
+        """The device waits, and not the host."""
+
+    def wait(self) -> None:
+        if self.failed:
+            raise RuntimeError("NCCL error: remote process exited")
 
     def is_completed(self) -> bool:
         if time.monotonic() < self.since + self.seconds:
@@ -269,13 +274,16 @@ class SlowGroup:
     store: ClassVar[dist.Store]
 
     def __init__(self, store: dist.Store, rank: int, world: int, options: object) -> None:
-        # Gloo's ranks all write to the store, NCCL's first one only: it is not the one that is forwarded.
-        self.group = dist.ProcessGroupGloo(self.store, rank, world, timedelta(seconds=60))
+        self.group, self.world = None, world
         self.under_way: list[SlowWork] = []
         self.end, self.rank, self.on_own_stream = "dropped", rank, []
+        self.watched = os.environ.get("TORCH_NCCL_BLOCKING_WAIT") != "1"
         self.made.append(self)
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> SlowWork:
+        if self.group is None:  # as NCCL's, the processes meet at the first broadcast
+            # Gloo's ranks all write to the store, NCCL's first one only: it is not the one that is forwarded.
+            self.group = dist.ProcessGroupGloo(self.store, self.rank, self.world, timedelta(seconds=60))
         self.on_own_stream.append(STREAM.entered)
         return SlowWork(self, self.group.broadcast(tensors, options))
 
@@ -331,6 +339,21 @@ def test_one_group_serves_every_transfer_and_waits_until_the_device_has_sent_eve
     for group in slow_groups:
         assert len(group.on_own_stream) == 3 * messages
         assert set(group.on_own_stream) == {group.rank == 0}  # the learner trains on the other stream
+
+
+def test_a_transfer_that_fails_is_an_error_and_ends_no_process(slow_groups, monkeypatch):
+    """NCCL calls a broadcast completed, too, that has failed because the other host is gone. torch's own watch over the
+    group would end this process then.
+    """
+    monkeypatch.setattr(SlowWork, "failed", True)
+    sender, takers = Sender(URL, 1, CPU), Takers(1)
+    (thread,) = takers.take(sender)
+    with pytest.raises(ConnectionError, match="remote process exited"):
+        sender.send(MEMORY, SPECS)
+    thread.join(timeout=30)
+    assert isinstance(takers.found[1], RuntimeError)
+    assert [(group.watched, group.end[:7]) for group in slow_groups] == [(False, "aborted")] * 2
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 def test_a_transfer_that_does_not_end_is_aborted(slow_groups, monkeypatch):
