@@ -31,6 +31,7 @@ ELSEWHERE = {
             "loading",
             "memory",
             "mutants",
+            "pays",
             "peers",
             "publish",
             "waits_agents",

@@ -12,6 +12,7 @@ from printed import by_itself, columns, markdown, named, require
 
 pytestmark = pytest.mark.rare
 WAITING = {
+    "pays.py": ({"cores only", "long tails", "slow rewards", "environments"}, "S0 S1 factor lowest highest"),
     "waits_evaluation.py": ({"none", "generators", "learner"}, "wall sampling training waited ratio predicted"),
     "waits_agents.py": ({"in process", "by HTTP"}, "seconds ratio"),
     "waits_environment.py": ({"in flight", "exact"}, "places wall bound over"),
