@@ -14,8 +14,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ SECONDS = 400
 ROUNDING = 0.02
 """Nats a token by which the generator may differ from the learner, in bfloat16: with other weights it is more."""
 pytestmark = pytest.mark.machines
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Case:
         recipe: its name.
         flags: what a page adds to the command.
         ranks: of the learner.
+        hosts: that its ranks are spread over, each with such GPUs.
         servers: words of a server on another host; None for none.
         batches: that it trains.
         killed: whether it is killed after its first checkpoint, and resumed.
@@ -57,6 +59,7 @@ class Case:
     recipe: str
     flags: tuple[str, ...] = ()
     ranks: int = 1
+    hosts: int = 1
     servers: tuple[str, ...] | None = None
     batches: int = 3
     killed: bool = True
@@ -107,13 +110,23 @@ CASES = {
     "ranks and servers by network": Case(
         "2x80", "gsm8k/grpo", ("--train.generation.weights_transport", "network"), ranks=2, servers=()
     ),
+    "two hosts": Case("8x80", "no_robots/online_dpo", ranks=4, hosts=2, batches=2),
+    "two hosts, shards on each": Case(
+        "8x80", "no_robots/online_dpo", ("--train.parallel.shard_size", "2"), ranks=4, hosts=2, batches=2
+    ),
     "adapters alone": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4", "--train.lora.publish", "adapter")),
     "adapters merged": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4")),
 }
-SLURM = Case(
-    "2x80", "gsm8k/grpo", ("--train.generation.dtype", "bfloat16", "--train.generation.heartbeat_timeout", "200"),
-    ranks=2,
-)  # fmt: skip
+SLURM = {
+    "one_node": Case("4x80", "tldr/online_dpo_410m", ranks=3),
+    "several_nodes": Case(
+        "2x80",
+        "gsm8k/grpo",
+        ("--train.generation.dtype", "bfloat16", "--train.generation.heartbeat_timeout", "200"),
+        ranks=2,
+        hosts=2,
+    ),
+}
 FEW = ("grpo_24gb", "gsm8k", "servers by network")
 """Those of CI: make test-machines-few."""
 
@@ -178,7 +191,7 @@ def environment_of(machine: str, folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def started(words: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(words: list[str], environment: dict[str, str], log: Path) -> Iterator[Process]:
     """A command in a group of processes of its own, which ends with it."""
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -190,7 +203,7 @@ def started(words: list[str], environment: dict[str, str], log: Path) -> Iterato
             kill(process)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Process) -> None:
     """It and all that it has started, as a host that goes: torchrun gives each rank a session of its own."""
     with suppress(psutil.NoSuchProcess):
         for each in (*psutil.Process(process.pid).children(recursive=True), process):
@@ -219,34 +232,48 @@ def served(case: Case, models: Path, folder: Path) -> Iterator[list[str]]:
         yield [*found, "--train.generation.heartbeat_timeout", "200"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name not in FEW)) for name in CASES])
-def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
-    case, output, log = CASES[name], tmp_path / "run", tmp_path / "run.log"
-    launcher = ["async-rlhf"]
-    if case.ranks > 1:
-        launcher = ["torchrun", "--nproc-per-node", str(case.ranks), "--master-port", str(free_port())]
-        launcher += ["-m", "async_rlhf.cli"]
-    with served(case, models, tmp_path) as found:
-        words, environment = [*words_of(case, models, output), *found], environment_of(case.machine, tmp_path / "host")
-        # The generator is the slower side, so that the learner is two versions ahead.
-        environment["SIMULATED_SECONDS_A_STEP"] = "2" if name == "gsm8k, S = 2" else "0"
-        deadline = time.monotonic() + SECONDS
-        if case.killed:
-            with started([*launcher, *words], environment, log) as process:
-                while not (output / "checkpoint-1").is_dir():
-                    assert process.poll() is None, log.read_text()[-3000:]
-                    assert time.monotonic() < deadline, log.read_text()[-3000:]
-                    time.sleep(0.05)
-            words.append("--resume")
-        with started([*launcher, *words], environment, log) as process:
+def require_whole(
+    case: Case, output: Path, log: Path, start: Callable[[], AbstractContextManager[list[Process]]]
+) -> None:
+    """The case's run is started, killed after its first checkpoint, started again, and ends."""
+    deadline = time.monotonic() + SECONDS
+    if case.killed:
+        with start() as processes:
+            while not (output / "checkpoint-1").is_dir():
+                assert all(process.poll() is None for process in processes), log.read_text()[-3000:]
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.05)
+    with start() as processes:
+        for process in processes:
             assert process.wait(timeout=max(1, deadline - time.monotonic())) == 0, log.read_text()[-3000:]
     assert (output / "final" / "config.json").is_file() or (output / "final" / "adapter_config.json").is_file()
     batches = [row for row in json_rows(output / "metrics.jsonl") if "objective/scores" in row]
     assert [row["batch"] for row in batches] == list(range(1, case.batches + 1))
     assert all(row["engine/logprob_difference"] < ROUNDING for row in batches if "engine/logprob_difference" in row)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name not in FEW)) for name in CASES])
+def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
+    case, output, log, launcher = CASES[name], tmp_path / "run", tmp_path / "run.log", ["async-rlhf"]
+    # The generator is the slower side, so that the learner is two versions ahead.
+    slow = {"SIMULATED_SECONDS_A_STEP": "2" if name == "gsm8k, S = 2" else "0"}
+    environments = [environment_of(case.machine, tmp_path / f"host{number}") | slow for number in range(case.hosts)]
+    if case.ranks > 1:
+        launcher = ["torchrun", "--nproc-per-node", str(case.ranks // case.hosts), "--nnodes", str(case.hosts)]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        launcher += ["--local-addr", "127.0.0.1", "-m", "async_rlhf.cli"]  # no network knows a simulated host's name
+    with served(case, models, tmp_path) as found:
+        words = [*launcher, *words_of(case, models, output), *found, "--resume"]
+
+        @contextmanager
+        def start() -> Iterator[list[Process]]:
+            with ExitStack() as stack:
+                yield [stack.enter_context(started(words, environment, log)) for environment in environments]
+
+        require_whole(case, output, log, start)
     if name == "gsm8k, S = 2":  # each version crosses the bus once: what waits is what is asked for next
         size = sum(2 * tensor.numel() for tensor in load_file(models / "policy/model.safetensors").values())
-        (generator,) = [counts for counts in counts_in(tmp_path / "host").values() if counts[1]]
+        (generator,) = [counts for counts in counts_in(tmp_path / "host0").values() if counts[1]]
         assert size <= generator[2 + WAYS.index("pinned")] <= size * (case.batches - 2 + 2)
 
 
@@ -292,30 +319,36 @@ SCONTROL = """
 
 
 @pytest.mark.rare
-def test_the_script_for_several_nodes(models, tmp_path):
-    """Two servers on one host, two ranks on the other: recipes/slurm/several_nodes.sh, without SLURM's commands."""
-    tools, log = tmp_path / "bin", tmp_path / "log"
+@pytest.mark.parametrize("script", SLURM)
+def test_the_scripts_of_slurm(script, models, tmp_path):
+    """Ranks beside a generator; or two ranks, and two servers on another host: without SLURM's commands."""
+    case, tools, log = SLURM[script], tmp_path / "bin", tmp_path / "log"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
         (tools / name).write_text(textwrap.dedent(text).lstrip())
         (tools / name).chmod(0o755)
-    environment = environment_of(SLURM.machine, tmp_path / "host-")
+    environment = environment_of(case.machine, tmp_path / "host-")
     del environment["ASYNC_RLHF_API_KEY"]
     environment |= {
         "SLURM_JOB_ID": str(free_port()),
         "SLURM_JOB_NODELIST": "both",
-        "SLURM_NTASKS": "4",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "2",
+        "SLURM_NTASKS": str(case.hosts * case.ranks),
+        "SLURM_NTASKS_PER_NODE": str(case.ranks),
+        "SLURM_NNODES": str(case.hosts),
         "RESULTS": str(tmp_path / "results"),
         "PATH": f"{tools}:{environment['PATH']}",
     }
-    _, _, recipe, *words = words_of(SLURM, models, tmp_path / "unused")
+    _, _, recipe, *words = words_of(case, models, tmp_path / "unused")
     words = [word for word in words if not word.startswith("--train.output_dir")]
-    script = ["bash", str(ROOT / "recipes/slurm/several_nodes.sh"), recipe, str(models / "policy")]
-    with started([*script, *words], environment, log) as process:
-        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
-    assert len(json_rows(next(tmp_path.glob("results/*/grpo/metrics.jsonl")))) >= SLURM.batches
+    served = [str(models / "policy")] * (case.hosts - 1)
+    words = ["bash", str(ROOT / f"recipes/slurm/{script}.sh"), recipe, *served, *words]
+
+    @contextmanager
+    def start() -> Iterator[list[Process]]:
+        with started(words, environment, log) as process:
+            yield [process]
+
+    require_whole(case, tmp_path / "results" / environment["SLURM_JOB_ID"] / Path(recipe).stem, log, start)
 
 
 @pytest.mark.rare

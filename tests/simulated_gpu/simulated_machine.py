@@ -166,6 +166,7 @@ def install() -> None:
     match = re.fullmatch(r"(\d+)x(\d+)", kind)
     assert match is not None, kind
     host = Host(int(match[1]), int(match[2]) * 10**9, Path(folder))
+    socket.gethostname = lambda: host.folder.name
     if not host.visible:
         return
     host.folder.mkdir(parents=True, exist_ok=True)
