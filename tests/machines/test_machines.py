@@ -7,6 +7,7 @@ stand but for the size of models, batches and answers. docs/first_hour_gpu.md ha
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 SIMULATED = ROOT / "tests/simulated_gpu/machine"
 PROGRAM = Path(sys.executable).parent
 SECONDS = 400
+ROWS = 60
 ROUNDING = 0.02
 """Nats a token by which the generator may differ from the learner, in bfloat16: with other weights it is more."""
 pytestmark = pytest.mark.machines
@@ -70,6 +72,7 @@ def shares(part: float) -> tuple[str, str]:
 
 
 IN_TURN = ("--train.staleness", "0", "--train.generation.placement", "process")
+RAY = ("--train.generation.engine", "vllm", "--train.ray.reward_num_gpus", "1")
 CASES = {
     # of the recipes' pages
     "grpo_24gb": Case("1x24", "gsm8k/grpo_24gb"),
@@ -96,6 +99,14 @@ CASES = {
     "no_robots": Case("8x80", "no_robots/online_dpo", ranks=6),
     "sums on one": Case("1x24", "smollm/sums_gpu"),
     "sums": Case("2x80", "smollm/sums_gpu"),
+    "chats, fine-tuned": Case("1x24", "no_robots/sft"),
+    "chats, fine-tuned by ranks": Case("8x80", "no_robots/sft", ranks=8),
+    "actors": Case("8x80", "ray/online_dpo", (*RAY, "--train.ray.num_gpus", "1")),
+    "actors of two GPUs": Case(
+        "8x80",
+        "ray/online_dpo",
+        (*RAY, "--train.ray.num_gpus", "2", "--train.generation.vllm.tensor_parallel_size", "2"),
+    ),
     # of docs/scaling.md
     "two GPUs a generator": Case("8x80", "gsm8k/grpo", ("--train.generation.vllm.tensor_parallel_size", "2")),
     "generators on seven": Case("8x80", "gsm8k/grpo", ("--train.generation.workers", "2")),
@@ -141,9 +152,16 @@ def models(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     write_model(LlamaForCausalLM(config), tokenizer, folder / "policy")
     write_model(LlamaForSequenceClassification(config), tokenizer, folder / "judge")
-    sums = [(f"What is {i} + 1?", str(i + 1)) for i in range(60)]
+    sums = [(f"What is {i} + 1?", str(i + 1)) for i in range(ROWS)]
     plain = [{"query": question, "answer": answer} for question, answer in sums]
-    chats = [{"messages": [{"role": "user", "content": question}], "answer": answer} for question, answer in sums]
+    roles = ("user", "assistant")
+    chats = [
+        {
+            "messages": [{"role": role, "content": text} for role, text in zip(roles, each, strict=True)],
+            "answer": each[1],
+        }
+        for each in sums
+    ]
     for name, rows in (("plain", plain), ("chats", chats)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -152,29 +170,37 @@ def models(tmp_path_factory) -> Path:
 def words_of(case: Case, models: Path, output: Path) -> list[str]:
     """The command's words: the recipe, other sizes, and the case's flags."""
     asked = yaml.safe_load((ROOT / f"recipes/{case.recipe}.yml").read_text("utf-8"))
-    data = models / ("chats.jsonl" if asked["data"].get("prompt_field") == "messages" else "plain.jsonl")
+    supervised = "algorithm" not in asked
+    chats = supervised or asked["data"].get("prompt_field") == "messages"
+    data = models / ("chats.jsonl" if chats else "plain.jsonl")
     changes = {
-        "model": models / "policy",
-        "data.train": data,
-        "data.eval": data,
-        "train.output_dir": output,
-        "train.total_episodes": 4 * case.ranks * case.batches,
-        "train.per_device_train_batch_size": 2,
-        "train.gradient_accumulation_steps": 2,
-        "train.generation.response_length": 6,
-        "train.max_prompt_length": 64,
-        "train.save_steps": 1,
-        "train.eval_steps": 0,
-        "train.non_eos_penalty": "false",  # a random model seldom ends within six tokens, and ties teach nothing
-        "train.num_threads": 1,
-        "train.parallel.ranks": case.ranks,
+        "output_dir": output,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "save_steps": 1,
+        "eval_steps": 0,
+        "parallel.ranks": case.ranks,
     }
+    if supervised:
+        epochs = case.batches / math.ceil(ROWS / (4 * case.ranks))
+        changes |= {"train": data, "eval": data, "max_length": 80, "num_epochs": epochs, "logging_steps": 1}
+    else:
+        changes |= {
+            "total_episodes": 4 * case.ranks * case.batches,
+            "generation.response_length": 6,
+            "max_prompt_length": 64,
+            "non_eos_penalty": "false",  # a random model seldom ends within six tokens, and ties teach nothing
+            "num_threads": 1,
+        }
+        changes |= dict.fromkeys(
+            {"completions_per_batch", "batches", "metric_for_best_model"} & asked["train"].keys(), "null"
+        )
+        changes = {"data.train": data, "data.eval": data} | {f"train.{key}": value for key, value in changes.items()}
     if "reward_model" in asked:
         changes["reward_model"] = models / "judge"
-    for size in {"completions_per_batch", "batches", "metric_for_best_model"} & asked["train"].keys():
-        changes[f"train.{size}"] = "null"
-    found = ["train", "--config", str(ROOT / f"recipes/{case.recipe}.yml")]
-    return found + [f"--{key}={value}" for key, value in changes.items()] + list(case.flags)
+    found = ["sft" if supervised else "train", "--config", str(ROOT / f"recipes/{case.recipe}.yml")]
+    found += [f"--model={models / 'policy'}", *(f"--{key}={value}" for key, value in changes.items())]
+    return found + list(case.flags)
 
 
 def environment_of(machine: str, folder: Path) -> dict[str, str]:
@@ -186,6 +212,9 @@ def environment_of(machine: str, folder: Path) -> dict[str, str]:
         "PYTHONPATH": f"{SIMULATED}:{ROOT}",
         "OMP_NUM_THREADS": "1",
         "ASYNC_RLHF_API_KEY": "secret",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "of our choice",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{PROGRAM}:{os.environ['PATH']}",
     }
 
@@ -220,7 +249,11 @@ def free_port() -> int:
 
 @contextmanager
 def served(case: Case, models: Path, folder: Path) -> Iterator[list[str]]:
-    """Words by which the run finds the case's server, on a host of its own."""
+    """Words by which the run finds the case's server, on a host of its own; or those of Ray's actors."""
+    if case.recipe.startswith("ray/"):
+        with ExitStack() as stack:
+            yield [f"--train.ray.address={stack.enter_context(clustered(case.machine, folder))}"]
+        return
     if case.servers is None:
         yield []
         return
@@ -239,17 +272,34 @@ def require_whole(
     deadline = time.monotonic() + SECONDS
     if case.killed:
         with start() as processes:
-            while not (output / "checkpoint-1").is_dir():
+            while not list(output.parent.rglob("checkpoint-1")):
                 assert all(process.poll() is None for process in processes), log.read_text()[-3000:]
                 assert time.monotonic() < deadline, log.read_text()[-3000:]
                 time.sleep(0.05)
     with start() as processes:
         for process in processes:
             assert process.wait(timeout=max(1, deadline - time.monotonic())) == 0, log.read_text()[-3000:]
-    assert (output / "final" / "config.json").is_file() or (output / "final" / "adapter_config.json").is_file()
-    batches = [row for row in json_rows(output / "metrics.jsonl") if "objective/scores" in row]
-    assert [row["batch"] for row in batches] == list(range(1, case.batches + 1))
+    places = ("config.json", "final/config.json", "final/adapter_config.json")
+    assert any((output / place).is_file() for place in places)
+    batches = [row for row in json_rows(output / "metrics.jsonl") if {"objective/scores", "loss"} & row.keys()]
+    assert [row.get("batch", row.get("step")) for row in batches] == list(range(1, case.batches + 1))
     assert all(row["engine/logprob_difference"] < ROUNDING for row in batches if "engine/logprob_difference" in row)
+
+
+@contextmanager
+def clustered(machine: str, folder: Path) -> Iterator[str]:
+    """The address of a cluster: the learner's host, which has no room for actors, and one for them."""
+    address, size = f"127.0.0.1:{free_port()}", ["--num-cpus", "8", "--num-gpus", machine.partition("x")[0]]
+    head = ["--head", "--port", address.partition(":")[2], "--num-cpus", "0", "--include-dashboard", "false"]
+    nodes = {"host0": head, "actors": ["--address", address, "--labels", "role=actors", *size]}
+    with ExitStack() as stack:
+        for host, words in nodes.items():
+            words, log = ["ray", "start", "--block", "--node-ip-address", "127.0.0.1", *words], folder / f"{host}.log"
+            node = stack.enter_context(started(words, environment_of(machine, folder / host), log))
+            while "Ray runtime started" not in log.read_text():
+                assert node.poll() is None, log.read_text()
+                time.sleep(0.1)
+        yield address
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name not in FEW)) for name in CASES])

@@ -241,6 +241,7 @@ def _on(device: Any) -> int | None:
 def _numbered(device: Any) -> Any:
     """torch's C++ code asks CUDA itself which GPU is the current one."""
     if device == "cuda" or (isinstance(device, torch.device) and device.type == "cuda" and device.index is None):
+        _here()  # Ray's actors work in threads that are not Python's
         return torch.device("cuda", current_device())
     return device
 
