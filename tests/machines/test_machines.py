@@ -102,10 +102,15 @@ CASES = {
     "chats, fine-tuned": Case("1x24", "no_robots/sft"),
     "chats, fine-tuned by ranks": Case("8x80", "no_robots/sft", ranks=8),
     "actors": Case("8x80", "ray/online_dpo", (*RAY, "--train.ray.num_gpus", "1")),
-    "actors of two GPUs": Case(
-        "8x80",
+    "an actor of two GPUs": Case(
+        "3x80",
         "ray/online_dpo",
-        (*RAY, "--train.ray.num_gpus", "2", "--train.generation.vllm.tensor_parallel_size", "2"),
+        (
+            *RAY,
+            "--train.ray.num_gpus=2",
+            "--train.generation.vllm.tensor_parallel_size=2",
+            "--train.generation.workers=1",
+        ),
     ),
     # of docs/scaling.md
     "two GPUs a generator": Case("8x80", "gsm8k/grpo", ("--train.generation.vllm.tensor_parallel_size", "2")),
@@ -328,19 +333,21 @@ def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
 
 
 @pytest.mark.rare
-def test_a_generator_of_two_gpus_that_is_killed_is_started_again(models, tmp_path):
+@pytest.mark.parametrize(("name", "host"), [("two GPUs a generator", "host0"), ("an actor of two GPUs", "actors")])
+def test_a_generator_of_two_gpus_that_is_killed_is_started_again(name, host, models, tmp_path):
     """Its vLLM would have both GPUs for a minute more: the ranks end by their own watch, or with their group."""
-    case, output, log = CASES["two GPUs a generator"], tmp_path / "run", tmp_path / "log"
-    words = ["async-rlhf", *words_of(case, models, output)]
-    with started(words, environment_of(case.machine, tmp_path / "host"), log) as process:
-        while not (output / "checkpoint-1").is_dir():
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.05)
-        ranks = [pid for pid, counts in counts_in(tmp_path / "host").items() if counts[6] or counts[7]]
-        assert len(ranks) == 2
-        (generator,) = {psutil.Process(pid).ppid() for pid in ranks}
-        os.kill(generator, signal.SIGKILL)
-        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
+    case, output, log = CASES[name], tmp_path / "run", tmp_path / "log"
+    with served(case, models, tmp_path) as found:
+        words = ["async-rlhf", *words_of(case, models, output), *found]
+        with started(words, environment_of(case.machine, tmp_path / "host0"), log) as process:
+            while not (output / "checkpoint-1").is_dir():
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.05)
+            computing = [pid for pid, counts in counts_in(tmp_path / host).items() if any(counts[: -len(WAYS)])]
+            parents = [psutil.Process(pid).ppid() for pid in computing]
+            generators = {parent for parent in parents if parents.count(parent) == 2}
+            os.kill(generators.pop(), signal.SIGKILL)
+            assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
     assert "starting it again" in log.read_text()
 
 
