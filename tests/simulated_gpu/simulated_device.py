@@ -160,6 +160,8 @@ class SimulatedTensor(torch.Tensor):
         dtype = self.dtype if dtype is None else dtype
         if device is None or _on(device) == self.index:
             return super().to(dtype, copy=copy)
+        if device.type == "cpu" and torch._C._current_graph_task_id() != -1:  # in a backward pass: see _target
+            return torch.empty_like(self.held, dtype=dtype).copy_(self, non_blocking)
         return aten._to_copy(self, device=device, dtype=dtype, non_blocking=non_blocking)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
