@@ -605,6 +605,7 @@ def install() -> None:
     cuda.current_stream = lambda device=None: _stream() or SimulatedStream(device, at_once=True)
     cuda.cudart = lambda: SimulatedRuntime
     Tensor.pin_memory = _pinned
+    Tensor.is_pinned = lambda self, device=None: self.untyped_storage().data_ptr() in SimulatedRuntime.pinned
     Tensor.cuda = lambda self, device=None, **options: self.to("cuda" if device is None else device, **options)
     to = Tensor.to
     Tensor.to = lambda self, *args, **options: to(self, *map(_numbered, args), **options)
