@@ -79,7 +79,7 @@ test-vllm: setup-vllm   ## install vLLM too, then run the tests that need it
 test-machines-few: setup   ## three of the next: less than four minutes
 	$(BIN)/python -m pytest -m 'machines and not rare' tests/machines $(PARALLEL) --numprocesses 2
 
-test-machines: setup ## recipes on simulated machines of one to eight GPUs, with servers and ranks: forty minutes
+test-machines: setup ## recipes on simulated machines of one to eight GPUs, with servers and ranks: an hour
 	$(BIN)/python -m pytest -m machines tests/machines
 
 test-distributed: setup-distributed   ## install DeepSpeed and Ray too, then run the tests on several ranks and nodes

@@ -7,6 +7,7 @@ stand but for the size of models, batches and answers. docs/first_hour_gpu.md ha
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +35,12 @@ ROOT = Path(__file__).parents[2]
 SIMULATED = ROOT / "tests/simulated_gpu/machine"
 PROGRAM = Path(sys.executable).parent
 SECONDS = 400
+ROWS = 60
+OTHER_SIZES = ("completions_per_batch", "batches", "metric_for_best_model")
 ROUNDING = 0.02
 """Nats a token by which the generator may differ from the learner, in bfloat16: with other weights it is more."""
 pytestmark = pytest.mark.machines
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Case:
         recipe: its name.
         flags: what a page adds to the command.
         ranks: of the learner.
+        hosts: that its ranks are spread over, each with such GPUs.
         servers: words of a server on another host; None for none.
         batches: that it trains.
         killed: whether it is killed after its first checkpoint, and resumed.
@@ -57,6 +62,7 @@ class Case:
     recipe: str
     flags: tuple[str, ...] = ()
     ranks: int = 1
+    hosts: int = 1
     servers: tuple[str, ...] | None = None
     batches: int = 3
     killed: bool = True
@@ -67,6 +73,9 @@ def shares(part: float) -> tuple[str, str]:
 
 
 IN_TURN = ("--train.staleness", "0", "--train.generation.placement", "process")
+RAY = ("--train.generation.engine", "vllm", "--train.ray.reward_num_gpus", "1")
+TWO = ("--train.ray.num_gpus=2", "--train.generation.vllm.tensor_parallel_size=2", "--train.generation.workers=1")
+SERVED = ("--train.generation.dtype", "bfloat16", "--train.generation.heartbeat_timeout", "200")
 CASES = {
     # of the recipes' pages
     "grpo_24gb": Case("1x24", "gsm8k/grpo_24gb"),
@@ -93,6 +102,10 @@ CASES = {
     "no_robots": Case("8x80", "no_robots/online_dpo", ranks=6),
     "sums on one": Case("1x24", "smollm/sums_gpu"),
     "sums": Case("2x80", "smollm/sums_gpu"),
+    "chats, fine-tuned": Case("1x24", "no_robots/sft"),
+    "chats, fine-tuned by ranks": Case("8x80", "no_robots/sft", ranks=8),
+    "actors": Case("8x80", "ray/online_dpo", (*RAY, "--train.ray.num_gpus", "1")),
+    "an actor of two GPUs": Case("3x80", "ray/online_dpo", (*RAY, *TWO)),
     # of docs/scaling.md
     "two GPUs a generator": Case("8x80", "gsm8k/grpo", ("--train.generation.vllm.tensor_parallel_size", "2")),
     "generators on seven": Case("8x80", "gsm8k/grpo", ("--train.generation.workers", "2")),
@@ -107,13 +120,17 @@ CASES = {
     "ranks and servers by network": Case(
         "2x80", "gsm8k/grpo", ("--train.generation.weights_transport", "network"), ranks=2, servers=()
     ),
+    "two hosts": Case("8x80", "no_robots/online_dpo", ranks=4, hosts=2, batches=2),
+    "shards on each host": Case(
+        "8x80", "no_robots/online_dpo", ("--train.parallel.shard_size", "2"), ranks=4, hosts=2, batches=2
+    ),
     "adapters alone": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4", "--train.lora.publish", "adapter")),
     "adapters merged": Case("2x80", "gsm8k/grpo", ("--train.lora.rank", "4")),
 }
-SLURM = Case(
-    "2x80", "gsm8k/grpo", ("--train.generation.dtype", "bfloat16", "--train.generation.heartbeat_timeout", "200"),
-    ranks=2,
-)  # fmt: skip
+SLURM = {
+    "one_node": Case("4x80", "tldr/online_dpo_410m", ranks=3),
+    "several_nodes": Case("2x80", "gsm8k/grpo", SERVED, ranks=2, hosts=2),
+}
 FEW = ("grpo_24gb", "gsm8k", "servers by network")
 """Those of CI: make test-machines-few."""
 
@@ -128,9 +145,10 @@ def models(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     write_model(LlamaForCausalLM(config), tokenizer, folder / "policy")
     write_model(LlamaForSequenceClassification(config), tokenizer, folder / "judge")
-    sums = [(f"What is {i} + 1?", str(i + 1)) for i in range(60)]
+    sums = [(f"What is {i} + 1?", str(i + 1)) for i in range(ROWS)]
     plain = [{"query": question, "answer": answer} for question, answer in sums]
-    chats = [{"messages": [{"role": "user", "content": question}], "answer": answer} for question, answer in sums]
+    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": answer}] for text, answer in sums]
+    chats = [{"messages": talk, "answer": talk[1]["content"]} for talk in talks]
     for name, rows in (("plain", plain), ("chats", chats)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -139,29 +157,25 @@ def models(tmp_path_factory) -> Path:
 def words_of(case: Case, models: Path, output: Path) -> list[str]:
     """The command's words: the recipe, other sizes, and the case's flags."""
     asked = yaml.safe_load((ROOT / f"recipes/{case.recipe}.yml").read_text("utf-8"))
-    data = models / ("chats.jsonl" if asked["data"].get("prompt_field") == "messages" else "plain.jsonl")
-    changes = {
-        "model": models / "policy",
-        "data.train": data,
-        "data.eval": data,
-        "train.output_dir": output,
-        "train.total_episodes": 4 * case.ranks * case.batches,
-        "train.per_device_train_batch_size": 2,
-        "train.gradient_accumulation_steps": 2,
-        "train.generation.response_length": 6,
-        "train.max_prompt_length": 64,
-        "train.save_steps": 1,
-        "train.eval_steps": 0,
-        "train.non_eos_penalty": "false",  # a random model seldom ends within six tokens, and ties teach nothing
-        "train.num_threads": 1,
-        "train.parallel.ranks": case.ranks,
-    }
+    supervised = "algorithm" not in asked
+    chats = supervised or asked["data"].get("prompt_field") == "messages"
+    data = models / ("chats.jsonl" if chats else "plain.jsonl")
+    changes = {"output_dir": output, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    changes |= {"save_steps": 1, "eval_steps": 0, "parallel.ranks": case.ranks}
+    if supervised:
+        epochs = case.batches / math.ceil(ROWS / (4 * case.ranks))
+        changes |= {"train": data, "eval": data, "max_length": 80, "num_epochs": epochs, "logging_steps": 1}
+    else:
+        # A random model seldom ends within six tokens, and ties teach nothing.
+        changes |= {"generation.response_length": 6, "max_prompt_length": 64, "non_eos_penalty": "false"}
+        changes |= {"total_episodes": 4 * case.ranks * case.batches, "num_threads": 1}
+        changes |= dict.fromkeys(asked["train"].keys() & OTHER_SIZES, "null")
+        changes = {"data.train": data, "data.eval": data} | {f"train.{key}": value for key, value in changes.items()}
     if "reward_model" in asked:
         changes["reward_model"] = models / "judge"
-    for size in {"completions_per_batch", "batches", "metric_for_best_model"} & asked["train"].keys():
-        changes[f"train.{size}"] = "null"
-    found = ["train", "--config", str(ROOT / f"recipes/{case.recipe}.yml")]
-    return found + [f"--{key}={value}" for key, value in changes.items()] + list(case.flags)
+    found = ["sft" if supervised else "train", "--config", str(ROOT / f"recipes/{case.recipe}.yml")]
+    found += [f"--model={models / 'policy'}", *(f"--{key}={value}" for key, value in changes.items())]
+    return found + list(case.flags)
 
 
 def environment_of(machine: str, folder: Path) -> dict[str, str]:
@@ -173,12 +187,15 @@ def environment_of(machine: str, folder: Path) -> dict[str, str]:
         "PYTHONPATH": f"{SIMULATED}:{ROOT}",
         "OMP_NUM_THREADS": "1",
         "ASYNC_RLHF_API_KEY": "secret",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "of our choice",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{PROGRAM}:{os.environ['PATH']}",
     }
 
 
 @contextmanager
-def started(words: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(words: list[str], environment: dict[str, str], log: Path) -> Iterator[Process]:
     """A command in a group of processes of its own, which ends with it."""
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -190,7 +207,7 @@ def started(words: list[str], environment: dict[str, str], log: Path) -> Iterato
             kill(process)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Process) -> None:
     """It and all that it has started, as a host that goes: torchrun gives each rank a session of its own."""
     with suppress(psutil.NoSuchProcess):
         for each in (*psutil.Process(process.pid).children(recursive=True), process):
@@ -207,7 +224,11 @@ def free_port() -> int:
 
 @contextmanager
 def served(case: Case, models: Path, folder: Path) -> Iterator[list[str]]:
-    """Words by which the run finds the case's server, on a host of its own."""
+    """Words by which the run finds the case's server, on a host of its own; or those of Ray's actors."""
+    if case.recipe.startswith("ray/"):
+        with clustered(case.machine, folder) as address:
+            yield [f"--train.ray.address={address}"]
+        return
     if case.servers is None:
         yield []
         return
@@ -219,51 +240,77 @@ def served(case: Case, models: Path, folder: Path) -> Iterator[list[str]]:
         yield [*found, "--train.generation.heartbeat_timeout", "200"]
 
 
+def require_whole(case: Case, words: list[str], hosts: list[dict[str, str]], output: Path, log: Path) -> None:
+    """The case's run is started, killed after its first checkpoint, started again, and ends."""
+    deadline = time.monotonic() + SECONDS
+    for last in (False, True) if case.killed else (True,):
+        with ExitStack() as stack:
+            processes = [stack.enter_context(started(words, environment, log)) for environment in hosts]
+            while not last and not list(output.parent.glob("*/checkpoint-1")):
+                assert all(process.poll() is None for process in processes), log.read_text()[-3000:]
+                assert time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.05)
+            for process in processes * last:
+                assert process.wait(timeout=max(1, deadline - time.monotonic())) == 0, log.read_text()[-3000:]
+    assert log.read_text().count("resume: there is no checkpoint") == 1
+    places = ("config.json", "final/config.json", "final/adapter_config.json")
+    assert any((output / place).is_file() for place in places)
+    batches = [row for row in json_rows(output / "metrics.jsonl") if {"objective/scores", "loss"} & row.keys()]
+    assert [row.get("batch", row.get("step")) for row in batches] == list(range(1, case.batches + 1))
+    assert all(row["engine/logprob_difference"] < ROUNDING for row in batches if "engine/logprob_difference" in row)
+
+
+@contextmanager
+def clustered(machine: str, folder: Path) -> Iterator[str]:
+    """The address of a cluster: the learner's host, which has no room for actors, and one for them."""
+    address, size = f"127.0.0.1:{free_port()}", ["--num-cpus", "8", "--num-gpus", machine.partition("x")[0]]
+    head = ["--head", "--port", address.partition(":")[2], "--num-cpus", "0", "--include-dashboard", "false"]
+    nodes = {"host0": head, "actors": ["--address", address, "--labels", "role=actors", *size]}
+    with ExitStack() as stack:
+        for host, words in nodes.items():
+            words, log = ["ray", "start", "--block", "--node-ip-address", "127.0.0.1", *words], folder / f"{host}.log"
+            node = stack.enter_context(started(words, environment_of(machine, folder / host), log))
+            while "Ray runtime started" not in log.read_text():
+                assert node.poll() is None, log.read_text()
+                time.sleep(0.1)
+        yield address
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name not in FEW)) for name in CASES])
 def test_it_trains_is_killed_resumes_and_ends(name, models, tmp_path):
-    case, output, log = CASES[name], tmp_path / "run", tmp_path / "run.log"
-    launcher = ["async-rlhf"]
+    case, output, log, launcher = CASES[name], tmp_path / "run", tmp_path / "run.log", ["async-rlhf"]
+    # The generator is the slower side, so that the learner is two versions ahead.
+    slow = {"SIMULATED_SECONDS_A_STEP": "2" if name == "gsm8k, S = 2" else "0"}
+    hosts = [environment_of(case.machine, tmp_path / f"host{number}") | slow for number in range(case.hosts)]
     if case.ranks > 1:
-        launcher = ["torchrun", "--nproc-per-node", str(case.ranks), "--master-port", str(free_port())]
-        launcher += ["-m", "async_rlhf.cli"]
+        launcher = ["torchrun", "--nproc-per-node", str(case.ranks // case.hosts), "--nnodes", str(case.hosts)]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        launcher += ["--local-addr", "127.0.0.1", "-m", "async_rlhf.cli"]  # no network knows a simulated host's name
     with served(case, models, tmp_path) as found:
-        words, environment = [*words_of(case, models, output), *found], environment_of(case.machine, tmp_path / "host")
-        # The generator is the slower side, so that the learner is two versions ahead.
-        environment["SIMULATED_SECONDS_A_STEP"] = "2" if name == "gsm8k, S = 2" else "0"
-        deadline = time.monotonic() + SECONDS
-        if case.killed:
-            with started([*launcher, *words], environment, log) as process:
-                while not (output / "checkpoint-1").is_dir():
-                    assert process.poll() is None, log.read_text()[-3000:]
-                    assert time.monotonic() < deadline, log.read_text()[-3000:]
-                    time.sleep(0.05)
-            words.append("--resume")
-        with started([*launcher, *words], environment, log) as process:
-            assert process.wait(timeout=max(1, deadline - time.monotonic())) == 0, log.read_text()[-3000:]
-    assert (output / "final" / "config.json").is_file() or (output / "final" / "adapter_config.json").is_file()
-    batches = [row for row in json_rows(output / "metrics.jsonl") if "objective/scores" in row]
-    assert [row["batch"] for row in batches] == list(range(1, case.batches + 1))
-    assert all(row["engine/logprob_difference"] < ROUNDING for row in batches if "engine/logprob_difference" in row)
+        words = [*launcher, *words_of(case, models, output), *found, "--resume"]
+        require_whole(case, words, hosts, output, log)
     if name == "gsm8k, S = 2":  # each version crosses the bus once: what waits is what is asked for next
         size = sum(2 * tensor.numel() for tensor in load_file(models / "policy/model.safetensors").values())
-        (generator,) = [counts for counts in counts_in(tmp_path / "host").values() if counts[1]]
+        (generator,) = [counts for counts in counts_in(tmp_path / "host0").values() if counts[1]]
         assert size <= generator[2 + WAYS.index("pinned")] <= size * (case.batches - 2 + 2)
 
 
 @pytest.mark.rare
-def test_a_generator_of_two_gpus_that_is_killed_is_started_again(models, tmp_path):
+@pytest.mark.parametrize(("name", "host"), [("two GPUs a generator", "host0"), ("an actor of two GPUs", "actors")])
+def test_a_generator_of_two_gpus_that_is_killed_is_started_again(name, host, models, tmp_path):
     """Its vLLM would have both GPUs for a minute more: the ranks end by their own watch, or with their group."""
-    case, output, log = CASES["two GPUs a generator"], tmp_path / "run", tmp_path / "log"
-    words = ["async-rlhf", *words_of(case, models, output)]
-    with started(words, environment_of(case.machine, tmp_path / "host"), log) as process:
-        while not (output / "checkpoint-1").is_dir():
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.05)
-        ranks = [pid for pid, counts in counts_in(tmp_path / "host").items() if counts[6] or counts[7]]
-        assert len(ranks) == 2
-        (generator,) = {psutil.Process(pid).ppid() for pid in ranks}
-        os.kill(generator, signal.SIGKILL)
-        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
+    case, output, log = CASES[name], tmp_path / "run", tmp_path / "log"
+    with served(case, models, tmp_path) as found:
+        words = ["async-rlhf", *words_of(case, models, output), *found]
+        with started(words, environment_of(case.machine, tmp_path / "host0"), log) as process:
+            while not (output / "checkpoint-1").is_dir():
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.05)
+            computing = [pid for pid, counts in counts_in(tmp_path / host).items() if any(counts[: -len(WAYS)])]
+            parents = [psutil.Process(pid).ppid() for pid in computing]
+            (generator,) = {parent for parent in parents if parents.count(parent) == 2}
+            os.kill(generator, signal.SIGKILL)
+            assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
     assert "starting it again" in log.read_text()
 
 
@@ -287,35 +334,36 @@ SRUN = """
 """
 SCONTROL = """
     #!/bin/sh
-    if [ "$1" = show ]; then echo localhost; echo 127.0.0.1; fi
+    if [ "$1" = show ]; then echo "$3" | tr , '\\n'; fi
 """
 
 
 @pytest.mark.rare
-def test_the_script_for_several_nodes(models, tmp_path):
-    """Two servers on one host, two ranks on the other: recipes/slurm/several_nodes.sh, without SLURM's commands."""
-    tools, log = tmp_path / "bin", tmp_path / "log"
+@pytest.mark.parametrize("script", SLURM)
+def test_the_scripts_of_slurm(script, models, tmp_path):
+    """Ranks beside a generator; or two ranks, and two servers on another host: without SLURM's commands."""
+    case, tools, log = SLURM[script], tmp_path / "bin", tmp_path / "log"
     tools.mkdir()
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
         (tools / name).write_text(textwrap.dedent(text).lstrip())
         (tools / name).chmod(0o755)
-    environment = environment_of(SLURM.machine, tmp_path / "host-")
+    environment = environment_of(case.machine, tmp_path / "host-")
     del environment["ASYNC_RLHF_API_KEY"]
     environment |= {
         "SLURM_JOB_ID": str(free_port()),
-        "SLURM_JOB_NODELIST": "both",
-        "SLURM_NTASKS": "4",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": ",".join(["localhost", "127.0.0.1"][: case.hosts]),
+        "SLURM_NTASKS": str(case.hosts * case.ranks),
+        "SLURM_NTASKS_PER_NODE": str(case.ranks),
+        "SLURM_NNODES": str(case.hosts),
         "RESULTS": str(tmp_path / "results"),
         "PATH": f"{tools}:{environment['PATH']}",
     }
-    _, _, recipe, *words = words_of(SLURM, models, tmp_path / "unused")
+    _, _, recipe, *words = words_of(case, models, tmp_path / "unused")
     words = [word for word in words if not word.startswith("--train.output_dir")]
-    script = ["bash", str(ROOT / "recipes/slurm/several_nodes.sh"), recipe, str(models / "policy")]
-    with started([*script, *words], environment, log) as process:
-        assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
-    assert len(json_rows(next(tmp_path.glob("results/*/grpo/metrics.jsonl")))) >= SLURM.batches
+    served = [str(models / "policy")] * (case.hosts - 1)
+    words = ["bash", str(ROOT / f"recipes/slurm/{script}.sh"), recipe, *served, *words]
+    output = tmp_path / "results" / environment["SLURM_JOB_ID"] / Path(recipe).stem
+    require_whole(case, words, [environment], output, log)
 
 
 @pytest.mark.rare
@@ -354,14 +402,16 @@ def run(words: list[str], environment: dict[str, str], log: Path) -> None:
         assert process.wait(timeout=SECONDS) == 0, log.read_text()[-3000:]
 
 
-NOT_SIMULATED = ("the_passes_that_auto_makes_fit", "vllm_sleeps", "figures_are_written", "two_servers")
-"""What measures the memory of CUDA's or vLLM's allocator, or vLLM itself."""
+NOT_SIMULATED = ("that_auto_makes_fit", "figures_are_written", "what_publishing_takes", "checksums_are_the_same")
+"""What measures the memory of CUDA's kernels, or speed for ten minutes, or is a kernel of Triton's."""
 
 
 @pytest.mark.rare
-def test_the_tests_for_gpus_run_here(tmp_path):
-    """Each body of tests/gpu, on GPUs large enough for it."""
-    environment = environment_of("3x8000", tmp_path / "host")
-    words = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-k", f"not {' and not '.join(NOT_SIMULATED)}"]
+@pytest.mark.parametrize("file", ["generation", "packing", "ranks", "weights"])
+def test_the_tests_for_gpus_run_here(file, tmp_path):
+    """Each body of tests/gpu, with models of their own size, on GPUs too small for what a host has no room for."""
+    environment = environment_of("3x16", tmp_path / "host") | {"SIMULATED_SCALE": "1"}
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", f"tests/gpu/test_{file}_gpu.py"]
+    words += ["-k", f"not {' and not '.join(NOT_SIMULATED)}"]
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:]

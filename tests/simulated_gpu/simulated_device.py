@@ -161,6 +161,8 @@ class SimulatedTensor(torch.Tensor):
         dtype = self.dtype if dtype is None else dtype
         if device is None or _on(device) == self.index:
             return super().to(dtype, copy=copy)
+        if device.type == "cpu" and torch._C._current_graph_task_id() != -1:  # in a backward pass: see _target
+            return torch.empty_like(self.held, dtype=dtype).copy_(self, non_blocking)
         return aten._to_copy(self, device=device, dtype=dtype, non_blocking=non_blocking)
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
@@ -242,6 +244,7 @@ def _on(device: Any) -> int | None:
 def _numbered(device: Any) -> Any:
     """torch's C++ code asks CUDA itself which GPU is the current one."""
     if device == "cuda" or (isinstance(device, torch.device) and device.type == "cuda" and device.index is None):
+        _here()  # Ray's actors work in threads that are not Python's
         return torch.device("cuda", current_device())
     return device
 
@@ -608,6 +611,7 @@ def install() -> None:
     cuda.current_stream = lambda device=None: _stream() or SimulatedStream(device, at_once=True)
     cuda.cudart = lambda: SimulatedRuntime
     Tensor.pin_memory = _pinned
+    Tensor.is_pinned = lambda self, device=None: self.untyped_storage().data_ptr() in SimulatedRuntime.pinned
     Tensor.cuda = lambda self, device=None, **options: self.to("cuda" if device is None else device, **options)
     to = Tensor.to
     Tensor.to = lambda self, *args, **options: to(self, *map(_numbered, args), **options)

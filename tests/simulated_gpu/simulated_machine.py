@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 
-SCALE = 1_000
+SCALE = int(os.environ.get("SIMULATED_SCALE", "1000"))
 """Bytes of a GPU's memory for each that a tensor has here: a model of 1 MB takes 1 GB."""
 WAYS = ("to_host", "pinned", "pageable")
 """What is counted of the bus, in bytes: copies to the host, and those to a GPU by the memory that they come from."""
@@ -166,6 +166,7 @@ def install() -> None:
     match = re.fullmatch(r"(\d+)x(\d+)", kind)
     assert match is not None, kind
     host = Host(int(match[1]), int(match[2]) * 10**9, Path(folder))
+    socket.gethostname = lambda: host.folder.name
     if not host.visible:
         return
     host.folder.mkdir(parents=True, exist_ok=True)
