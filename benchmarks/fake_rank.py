@@ -271,9 +271,6 @@ class FakeRanks(Ranks):
     def collect(self, place: str, value: T) -> Iterator[T]:
         return iter([value] * self.count)
 
-    def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        return lambda: None
-
 
 class FakeRank:
     """A device and a process group that hold nothing. Within, models are made by :meth:`new`.

@@ -81,7 +81,7 @@ class Ranks:
                 )
 
     def broadcast(self, place: str, compute: Callable[[], T]) -> T:
-        """Broadcast what rank 0 computes, which is small: it is pickled. The others compute nothing."""
+        """Broadcast what rank 0 computes; it is pickled. The others compute nothing."""
         if self.count == 1:
             return compute()
         box: list[Any] = [compute() if self.is_main else None]
@@ -90,7 +90,7 @@ class Ranks:
         return box[0]
 
     def gather(self, place: str, value: T) -> list[T]:
-        """Every rank's value, which is small, in the order of ranks, on every rank."""
+        """Every rank's value, which is pickled, in the order of ranks, on every rank."""
         if self.count == 1:
             return [value]
         self.barrier(place)
@@ -121,18 +121,6 @@ class Ranks:
             return chain((value,), map(self._receive, range(1, self.count)))
         self._send(value, 0)
         return iter(())
-
-    def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        """Send a tensor that lies on the CPU, while this rank goes on; what is returned waits until it has gone."""
-        work = dist.isend(tensor, rank, group=self.group)
-        assert work is not None  # it is for ranks outside the group
-        return work.wait
-
-    def start_receiving(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        """Receive a tensor as large as was sent, while this rank goes on; what is returned waits until it is there."""
-        work = dist.irecv(tensor, rank, group=self.group)
-        assert work is not None
-        return work.wait
 
     def _send(self, value: object, rank: int) -> None:
         message = packed(value)
