@@ -217,7 +217,7 @@ class Batch:
     index: int
     version: int
     groups: tuple[Group, ...]
-    """On rank 0; the learner's other ranks have none, and get the rows that they compute."""
+    """On rank 0; the learner's other ranks have none; they get the rows to train on."""
     generation_seconds: float
     """From the start of the first worker to the end of the last."""
     shares: tuple[int, ...] = ()
@@ -320,26 +320,16 @@ class Experience:
         """The given units, in the given order, trimmed to the longest of their rows."""
         import torch
 
-        part: dict[str, Any] = {**self.part(torch.as_tensor(units, dtype=torch.long))}
-        return replace(self, **part)
-
-    def part(self, units_U: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """The tensors of :meth:`select`, by name: those of the given names, or else all."""
-        rows_B, longest = self.rows_of(units_U), self.sizes(units_U)["T"]
+        units_U = torch.as_tensor(units, dtype=torch.long)
+        rows_B = self.rows_of(units_U)
+        longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
 
         def part(name: str, tensor: Tensor) -> Tensor:
             if name.endswith(("_BT", "_BTLE")):
                 return tensor[:, :longest].index_select(0, rows_B)
             return tensor.index_select(0, units_U if name.endswith("_U") else rows_B)
 
-        return {n: part(n, x) for n, x in self.tensors().items() if names is None or n in names}
-
-    def sizes(self, units_U: Tensor) -> dict[str, int]:
-        """The size of each dimension of :meth:`select`, by its letter."""
-        rows_B = self.rows_of(units_U)
-        longest = int(self.lengths_B[rows_B].max()) if len(rows_B) else 0
-        sizes = {"U": len(units_U), "B": len(rows_B), "T": longest}
-        return sizes if self.routes_BTLE is None else sizes | dict(zip("LE", self.routes_BTLE.shape[2:], strict=True))
+        return self.map(part)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by name."""

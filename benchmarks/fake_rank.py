@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -265,14 +265,8 @@ class FakeRanks(Ranks):
     def gather(self, place: str, value: T) -> list[T]:
         return [value] * self.count
 
-    def scatter(self, place: str, compute: Callable[[], Sequence[T]]) -> T:
-        return compute()[0]
-
     def collect(self, place: str, value: T) -> Iterator[T]:
         return iter([value] * self.count)
-
-    def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        return lambda: None
 
 
 class FakeRank:

@@ -120,7 +120,7 @@ class StageLoop(Loop):
         order = steps_of(self.task.examples.lengths, size, config.batch_size // size, config.seed)
         for step, numbers in enumerate(islice(order, begun, steps), start=begun + 1):
             run.callbacks.step_begin()
-            experience = self.task.rows([self.task.examples[i] for i in numbers] if run.ranks.is_main else [])
+            experience = self.task.rows([self.task.examples[i] for i in numbers])
             rate = float(learner.optimizer.param_groups[0]["lr"])
             metrics = learner.update(experience, step) | {"lr": rate}
             rows += len(numbers)

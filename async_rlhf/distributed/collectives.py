@@ -1,7 +1,7 @@
 """The ranks of a learner: processes that run the same program, each on its own device.
 
-All ranks execute the same collectives: rank 0 broadcasts what only it knows, hands each rank its share of what is
-large, and collects the results. Every call names its place in the program; if ranks reach different places, an error is
+All ranks execute the same collectives: rank 0 broadcasts what only it knows, each rank computes its share, and all, or
+rank 0 alone, get the results. Every call names its place in the program; if ranks reach different places, an error is
 raised at once, so nothing hangs.
 
 A :class:`ContextGroup` is for long rows: ranks that follow one another compute the same rows, each a part of every one.
@@ -13,7 +13,7 @@ be of whole rows; a rank's gradient is that of its own tokens, and the sum over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -81,7 +81,7 @@ class Ranks:
                 )
 
     def broadcast(self, place: str, compute: Callable[[], T]) -> T:
-        """Broadcast what rank 0 computes, which is small: it is pickled. The others compute nothing."""
+        """Broadcast what rank 0 computes; it is pickled. The others compute nothing."""
         if self.count == 1:
             return compute()
         box: list[Any] = [compute() if self.is_main else None]
@@ -90,24 +90,13 @@ class Ranks:
         return box[0]
 
     def gather(self, place: str, value: T) -> list[T]:
-        """Every rank's value, which is small, in the order of ranks, on every rank."""
+        """Every rank's value, which is pickled, in the order of ranks, on every rank."""
         if self.count == 1:
             return [value]
         self.barrier(place)
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
-
-    def scatter(self, place: str, compute: Callable[[], Sequence[T]]) -> T:
-        """The value for this rank of those that rank 0 computes, one for each rank. Arrays are not pickled."""
-        values = compute() if self.is_main else ()
-        if self.count > 1:
-            self.barrier(place)
-        if not self.is_main:
-            return self._receive(0)
-        for rank in range(1, self.count):
-            self._send(values[rank], rank)
-        return values[0]
 
     def collect(self, place: str, value: T) -> Iterator[T]:
         """Every rank's value, in the order of ranks, on rank 0; none on the others. Arrays are not pickled.
@@ -121,18 +110,6 @@ class Ranks:
             return chain((value,), map(self._receive, range(1, self.count)))
         self._send(value, 0)
         return iter(())
-
-    def start_sending(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        """Send a tensor that lies on the CPU, while this rank goes on; what is returned waits until it has gone."""
-        work = dist.isend(tensor, rank, group=self.group)
-        assert work is not None  # it is for ranks outside the group
-        return work.wait
-
-    def start_receiving(self, tensor: Tensor, rank: int) -> Callable[[], object]:
-        """Receive a tensor as large as was sent, while this rank goes on; what is returned waits until it is there."""
-        work = dist.irecv(tensor, rank, group=self.group)
-        assert work is not None
-        return work.wait
 
     def _send(self, value: object, rank: int) -> None:
         message = packed(value)

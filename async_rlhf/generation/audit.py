@@ -280,8 +280,7 @@ class Agreement:
             return self._require_likely([], groups) if self.parallel.ranks.is_main else {}
         chosen = _chosen(self.comparisons.number(batch), groups, samples) if self.parallel.ranks.is_main else []
         if self.parallel.is_sharded:  # then all ranks compute
-            count = self.parallel.ranks.count
-            chosen = self.parallel.ranks.scatter("completions to compare", lambda: [chosen] * count)
+            chosen = self.parallel.ranks.broadcast("completions to compare", lambda: chosen)
         versions = sorted(drawn_versions(row.sample for row in chosen))
         found = [self.compare(policy, snapshots(v), v, chosen) for v in versions]
         if not self.parallel.ranks.is_main:

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -35,9 +34,6 @@ from async_rlhf.models.weights import differing, digests, iterate_weights
 from async_rlhf.system import random_state
 from async_rlhf.system.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
-
-PlainPrompts = list[tuple[Prompt, np.ndarray]]
-"""Some prompts, and their tokens apart; without their columns: these may be large, and only rewards need them."""
 
 
 class PolicyEngine(TransformersEngine):
@@ -65,7 +61,7 @@ class PolicyEngine(TransformersEngine):
         """See :class:`~async_rlhf.generation.protocol.Engine`. Every rank must call it.
 
         Args:
-            prompts: on rank 0; the others get what they sample for.
+            prompts: on rank 0, which broadcasts them.
             progress: see TransformersEngine.
 
         Returns:
@@ -74,20 +70,14 @@ class PolicyEngine(TransformersEngine):
         ranks = self.ranks
         if ranks.count == 1:
             return super().generate(prompts, progress)
-        mine = ranks.scatter("sampling", lambda: self._shares(prompts))
-        found = super().generate([replace(prompt, tokens=tuple(tokens.tolist())) for prompt, tokens in mine])
+        # Without columns, which may be large: only rewards need them.
+        bare = ranks.broadcast("sampling", lambda: [replace(p, columns={}, messages=None) for p in prompts])
         if self.parallel.is_sharded:
+            found = super().generate(bare)
             return found if ranks.is_main else []
+        first, end = (rank * len(bare) // ranks.count for rank in (ranks.rank, ranks.rank + 1))
+        found = super().generate(bare[first:end])
         return [completions for part in ranks.collect("completions", found) for completions in part]
-
-    def _shares(self, prompts: Sequence[Prompt]) -> list[PlainPrompts]:
-        """What each rank samples for."""
-        bare = [replace(prompt, tokens=(), columns={}, messages=None) for prompt in prompts]
-        plain = [(each, np.array(prompt.tokens, np.int32)) for each, prompt in zip(bare, prompts, strict=True)]
-        count = self.parallel.ranks.count
-        if self.parallel.is_sharded:
-            return [plain] * count
-        return [plain[rank * len(plain) // count : (rank + 1) * len(plain) // count] for rank in range(count)]
 
 
 def make_inline(config: OnlineConfig, engine: PolicyEngine, trace: Trace) -> InlineGenerator:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,11 +21,10 @@ from async_rlhf.algorithms.preference import differ
 from async_rlhf.algorithms.record import Algorithm
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
-from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.loss_scale import LossScale
 from async_rlhf.distributed.parallel import ALONE, Parallel, decayed_groups, trainable
 from async_rlhf.learner.optimizers import Optimizers, checked_optimizer, make_optimizer
-from async_rlhf.learner.reference import Reference, by_own_routers
+from async_rlhf.learner.reference import Reference
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.budget import passes_through
 from async_rlhf.models.forward import (
@@ -44,28 +43,17 @@ from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, keep_soft_cap, require_shared, texts_of_rows
 from async_rlhf.models.passes import Passes
 from async_rlhf.models.routing import replay_routes
-from async_rlhf.models.rows import ScatteredBatches, in_one_copy, sampled_rows
+from async_rlhf.models.rows import in_one_copy, in_shares, sampled_rows, share_of
 from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
 from async_rlhf.models.weights import of_digests
 from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Experience, Group, ScoredBatch
 
-_Compute: TypeAlias = Callable[[dict[str, Any]], dict[str, Tensor]]
-"""From fields of an experience to others."""
-_SEEN = ("tokens_BT", "sampled_BT", "positions_BT", "routes_BTLE")
-"""Those that it takes, as far as there are such."""
+_Compute: TypeAlias = Callable[[Experience, torch.device], dict[str, Tensor]]
+"""From rows on the CPU, and the device to compute on, to further fields of theirs."""
 
 logger = logging.getLogger(__name__)
-
-
-class _Step(NamedTuple):
-    """What all ranks must know of a mini-batch."""
-
-    weight: float
-    """Of the whole of it: what the sum of its losses is divided by."""
-    rows_per_unit: int
-    kl_coef: float
 
 
 class Learner:
@@ -132,9 +120,9 @@ class Learner:
         self.own_optimizer, self.own_schedule = (each is not None for each in optimizers)
         """Whether the user has made them: then checkpoints hold what else they are."""
         self.kl_coef = 0.0 if config.kl_penalty is None else config.kl_penalty.coef
-        """Of the next batch, on rank 0, which adapts it."""
+        """Of the next batch."""
         self._batch_coef = self.kl_coef
-        """That of the current batch, on rank 0."""
+        """That of the batch that was annotated last."""
         self._warned_of_units = False
         self.model.train()
 
@@ -184,26 +172,27 @@ class Learner:
     def annotate(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
         """Add log-probabilities and values from before the update, then let the algorithm assign credit.
 
-        Every rank must call it. Rank 0 alone has the batch; the others get the rows that they compute. A prompt is left
-        out if any of its completions has no reward, and if there are more than ``trained_prompts``.
+        Every rank must call it. Rank 0 alone has the batch, and computes credit, as that may run code of the user's; it
+        broadcasts the rows before and after. A prompt is left out if any of its completions has no reward, and if there
+        are more than ``trained_prompts``.
 
         Returns:
-            On rank 0 the rows to train on, and metrics over all samples of these prompts. On the others an experience
-            without rows.
+            The rows to train on, and metrics over all samples of these prompts.
         """
-        groups, scores_B, signal = _chosen(scored, self.config.trained_prompts)
-        experience = _rows(groups, scores_B)
-        if self._early is not None:
-            found = self._early.of(replace(scored.batch, groups=groups))
-            experience = replace(experience, reference_logprobs_BT=found)
+        rows, signal = self.ranks.broadcast("rows", lambda: self._rows_of(scored))
         if annotations := self._annotations():
-            parts = _split(self._annotating, experience, ranks=self.parallel.groups)
-            passes = self._scattered("annotating", experience, parts, _SEEN)
+            passes = _split(self._annotating, rows, torch.arange(len(rows)), self.parallel.groups)
             for model_at_hand, compute in annotations:
                 with model_at_hand:
-                    experience = self._add(experience, parts, passes, compute)
-        credited, metrics = self._credited(experience) if len(experience) else (experience, {})
-        return credited, metrics | signal
+                    rows = self._add(rows, passes, compute, self._device, self.parallel)
+        self._batch_coef = self.kl_coef
+        experience, metrics = self.ranks.broadcast("credit", lambda: self._credited(rows))
+        penalty = self.config.kl_penalty
+        if penalty is not None and penalty.target is not None and "objective/kl" in metrics:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef, metrics["objective/kl"], penalty.target, len(rows), penalty.horizon
+            )
+        return experience, metrics | signal
 
     def begin(self, index: int, first: int, groups: Sequence[Group]) -> None:
         """Say that a part of a batch has been sampled, from its prompt number ``first`` on: a reference policy that
@@ -219,12 +208,11 @@ class Learner:
     def _reference_logprobs(self, groups: Sequence[Group]) -> Tensor | None:
         """(B, T): by a reference policy that computes apart, as :meth:`annotate` would have it of these prompts alone;
         None without any."""
-        rows, device = _rows(groups), self._reference_passes[1]
-        parts = _split(self._reference_passes[0], rows)
-        passes = self._scattered("annotating", rows, parts, _SEEN, ranks=ALONE.ranks)
+        rows, (limits, device) = _rows(groups), self._reference_passes
+        passes = _split(limits, rows, torch.arange(len(rows)))
         # Kernels of libraries run on the current device, and each thread has its own.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._add(rows, parts, passes, self.reference.logprobs, device, ALONE.ranks).reference_logprobs_BT
+            return self._add(rows, passes, self.reference.logprobs, device, ALONE).reference_logprobs_BT
 
     @cached_property
     def _reference_passes(self) -> tuple[Passes, torch.device]:
@@ -246,41 +234,25 @@ class Learner:
             kinds.append((nullcontext(), self._at_the_end))
         return kinds
 
-    def _scattered(
-        self,
-        place: str,
-        experience: Experience,
-        parts: Sequence[Tensor],
-        names: Collection[str] | None = None,
-        header: _Step | None = None,
-        ranks: Ranks | None = None,
-    ) -> ScatteredBatches:
-        """This rank's passes over some units of rank 0's experience, with the fields of these names, or with all."""
-        return ScatteredBatches(
-            ranks or self.ranks,
-            place,
-            len(parts),
-            lambda number: experience.sizes(parts[number]),
-            lambda number: experience.part(parts[number], names),
-            header,
-            self.parallel.context.size if ranks is None else 1,
-        )
+    def _rows_of(self, scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
+        """The rows to annotate, with what a reference policy that computes apart says of them, and metrics."""
+        groups, scores_B, signal = _chosen(scored, self.config.trained_prompts)
+        rows = _rows(groups, scores_B)
+        if self._early is not None:
+            rows = replace(rows, reference_logprobs_BT=self._early.of(replace(scored.batch, groups=groups)))
+        return rows, signal
 
-    def _credited(self, experience: Experience) -> tuple[Experience, dict[str, float]]:
-        """The rows to train on, from annotated ones, and metrics."""
-        self._batch_coef = self.kl_coef
-        config = self._adapted_config(self._batch_coef)
-        metrics = _objective_metrics(experience, config, self._truncated)
+    def _credited(self, rows: Experience) -> tuple[Experience, dict[str, float]]:
+        """The rows to train on, from annotated ones, and metrics; nothing is computed if there are none."""
+        if not len(rows):
+            return rows, {}
+        config = self.batch_config
+        metrics = _objective_metrics(rows, config, self._truncated)
         if config.samples_per_prompt > 1:
-            scores_PK = experience.scores_B.view(-1, config.samples_per_prompt)
+            scores_PK = rows.scores_B.view(-1, config.samples_per_prompt)
             metrics["objective/ties"] = float((scores_PK.amax(dim=1) == scores_PK.amin(dim=1)).sum())
-        credited = self.algorithm.credit(experience, config)
+        credited = self.algorithm.credit(rows, config)
         self._compare_units(credited)
-        penalty = config.kl_penalty
-        if penalty is not None and penalty.target is not None and "objective/kl" in metrics:
-            self.kl_coef = adapted_coefficient(
-                self.kl_coef, metrics["objective/kl"], penalty.target, len(experience), penalty.horizon
-            )
         return credited, metrics
 
     def _compare_units(self, credited: Experience) -> None:
@@ -291,85 +263,73 @@ class Learner:
             right = "must be %d, as its credit returns: memory and speed are planned by it"
             logger.warning(f"Algorithm.rows_per_unit of %s: got %d; {right}", self.algorithm.name, said, found)
 
-    def _adapted_config(self, kl_coef: float) -> OnlineConfig:
-        """The configuration with a KL coefficient, if that changes from batch to batch."""
-        penalty = self.config.kl_penalty
-        if penalty is None or penalty.target is None:
-            return self.config
-        return self.config.with_kl_coef(kl_coef)
-
     def _add(
-        self,
-        rows: Experience,
-        parts: Sequence[Tensor],
-        passes: ScatteredBatches,
-        compute: _Compute,
-        device: torch.device | None = None,
-        ranks: Ranks | None = None,
+        self, rows: Experience, passes: Sequence[Tensor], compute: _Compute, device: torch.device, parallel: Parallel
     ) -> Experience:
-        """The rows with more fields, computed without gradient by all ranks.
+        """The rows with more fields, computed without gradient, on every rank.
 
         Args:
-            rows: on rank 0.
-            parts: those of each pass, on rank 0.
-            passes: this rank's passes.
-            compute: takes them, on the CPU, and the device.
-            device: None for the policy's.
-            ranks: who compute; None for all of the learner's.
+            rows: the same on every rank.
+            passes: which rows share a pass.
+            compute: takes the rows of a pass.
+            device: to compute on.
+            parallel: who share the passes.
         """
-        ranks, fields = ranks or self.ranks, dict[str, Any]()
-        device = device or self.parallel.device_of(self.policy)
-        found: list[tuple[int, dict[str, Tensor]]] = []
 
-        def keep(number: int, values: dict[str, Tensor]) -> None:
-            for name, tensor in values.items():
-                whole = fields.get(name)
-                if whole is None:
-                    whole = torch.zeros(rows.sampled_BT.shape if name.endswith("_BT") else len(rows))
-                    fields[name] = whole
-                part = whole[:, : tensor.shape[1]] if name.endswith("_BT") else whole
-                part.index_copy_(0, parts[number], tensor)
+        def computed(part_B: Tensor) -> dict[str, Tensor]:
+            return {name: tensor.cpu() for name, tensor in compute(rows.select(part_B), device).items()}
 
+        fields = dict[str, Any]()
         with torch.no_grad():
-            for number, part, counts in passes:
-                values = compute({**part, "device": device})
-                if counts and self.parallel.context.leads:
-                    here = {name: tensor.cpu() for name, tensor in values.items()}
-                    keep(number, here) if ranks.is_main else found.append((number, here))
-        for items in ranks.collect("annotations", found):
-            for number, values in items:
-                keep(number, values)
+            found = in_shares("annotations", passes, computed, parallel, parallel.context.size)
+        for name in found[0] if found else ():
+            by_token = name.endswith("_BT")
+            whole = fields[name] = torch.zeros(rows.sampled_BT.shape if by_token else len(rows))
+            for part_B, values in zip(passes, found, strict=True):
+                columns = whole[:, : values[name].shape[1]] if by_token else whole
+                columns.index_copy_(0, part_B, values[name])
         return replace(rows, **fields)
 
-    def _before_update(self, rows: dict[str, Any]) -> dict[str, Tensor]:
+    def _before_update(self, rows: Experience, device: torch.device) -> dict[str, Tensor]:
         """Log-probabilities and values before the update, each only if the objective needs them."""
-        found, head, temperature = {}, self.model.head, self.config.generation.temperature
-        rows = {**rows, "context": self.parallel.context}
+        found, head, context = {}, self.model.head, self.parallel.context
         with self.autocast():
             if self.needs.old_logprobs or head is not None:
                 output = response_logprobs(
-                    self.policy, **rows, temperature=temperature, with_entropies=False, value_head=head
+                    self.policy,
+                    rows.tokens_BT,
+                    rows.sampled_BT,
+                    self.config.generation.temperature,
+                    with_entropies=False,
+                    value_head=head,
+                    positions_BT=rows.positions_BT,
+                    context=context,
+                    routes_BTLE=rows.routes_BTLE,
+                    device=device,
                 )
                 if self.needs.old_logprobs:
                     found["old_logprobs_BT"] = output.logprobs_BT
                 if output.values_BT is not None:
                     found["values_BT"] = output.values_BT
-            if isinstance(self.value, PreTrainedModel):
-                found["values_BT"] = response_values(self.value, **by_own_routers(rows))
+            if isinstance(self.value, PreTrainedModel):  # whose routers choose for themselves
+                found["values_BT"] = response_values(
+                    self.value, rows.tokens_BT, rows.sampled_BT, rows.positions_BT, context, device
+                )
         return found
 
-    def _at_the_end(self, rows: dict[str, Any]) -> dict[str, Tensor]:
+    def _at_the_end(self, rows: Experience, device: torch.device) -> dict[str, Tensor]:
         """Values of whole texts, up to and including the last response token."""
         assert self.value is not None
+        models, context = (self.policy, self.value), self.parallel.context
+        ends_B = last_sampled(rows.sampled_BT) + 1
         with self.autocast():
-            ends_B = last_sampled(rows.pop("sampled_BT")) + 1
-            context = self.parallel.context
-            return {"end_values_B": end_values(self.policy, self.value, lengths_B=ends_B, context=context, **rows)}
+            found = end_values(*models, rows.tokens_BT, ends_B, rows.positions_BT, context, rows.routes_BTLE, device)
+        return {"end_values_B": found}
 
     def update(self, experience: Experience, batch: int, stepped: Sequence[bool] = ()) -> dict[str, float]:
         """``num_epochs`` epochs of ``num_mini_batches`` optimiser steps.
 
-        Every rank must call it, with what :meth:`annotate` has returned there.
+        Every rank must call it, with the same rows.
 
         Args:
             experience: of the batch.
@@ -387,12 +347,12 @@ class Learner:
         seen = ImportanceRatioStats()
         total_weight, steps, skipped, norms = 0.0, 0, 0, [0.0] * (1 if self.value is None else 2)
         for number, (units_U, weight) in enumerate(self.mini_batches(experience, batch)):
-            passes = self._step(experience, units_U, weight)
-            idle = len(passes) == 0 and any(stepped[number : number + 1])
+            passes = _split(self._training, experience, units_U, self.parallel.groups) if weight > 0 else []
+            idle = not passes and any(stepped[number : number + 1])
             for parameter in self.parallel.trained if idle else ():
                 parameter.grad = torch.zeros_like(parameter)
-            if len(passes) or idle:  # else momentum would move the weights for a mini-batch of ties
-                self._backward(passes, batch, loss_sums, seen)
+            if passes or idle:  # else momentum would move the weights for a mini-batch of ties
+                self._backward(experience, passes, weight, batch, loss_sums, seen)
                 limit = self.config.max_grad_norm or float("inf")
                 try:
                     found = self.parallel.step(limit)
@@ -400,7 +360,7 @@ class Learner:
                     lower = f"lower learning_rate ({self.config.learning_rate})"
                     what = "step" if self.algorithm.supervised else "update"
                     raise FloatingPointError(f"{what} {batch}: {error}; {lower}") from error
-                total_weight += passes.header.weight
+                total_weight += weight
                 if found is None:
                     skipped += 1
                 else:
@@ -435,33 +395,30 @@ class Learner:
                 counted_U = units_U[experience.loss_weights_U[units_U] > 0]
                 yield counted_U, experience.weight_of(counted_U)
 
-    def _step(self, experience: Experience, units_U: Tensor, weight: float) -> ScatteredBatches:
-        """This rank's micro-batches of a mini-batch of rank 0's, of similar length; none if there is nothing to learn.
-
-        Each comes with all fields of an experience, and with a :class:`_Step`.
-        """
-        passes, parts = self._training, list[Tensor]()
-        if weight > 0:
-            parts = [units_U[part_U] for part_U in _split(passes, experience, units_U, self.parallel.groups)]
-        header = _Step(weight, experience.rows_per_unit, self._batch_coef)
-        return self._scattered("mini-batch", experience, parts, header=header)
-
     def _backward(
-        self, passes: ScatteredBatches, batch: int, loss_sums: dict[str, Tensor], seen: ImportanceRatioStats
+        self,
+        experience: Experience,
+        passes: Sequence[Tensor],
+        weight: float,
+        batch: int,
+        loss_sums: dict[str, Tensor],
+        seen: ImportanceRatioStats,
     ) -> None:
-        """Accumulate the gradient of (sum of losses) / weight over this rank's micro-batches, and the metrics.
+        """Accumulate the gradient of (sum of losses) / weight over this rank's share of the passes, and the metrics.
 
         Nothing here reads a number from the device, so that it need not be waited for.
         """
-        device, step = self.parallel.device_of(self.policy), passes.header
-        config, supervised = self._adapted_config(step.kl_coef), self.algorithm.supervised
-        for turn, (number, part, counts) in enumerate(passes, start=1):
+        device, context = self._device, self.parallel.context
+        config, supervised = self.batch_config, self.algorithm.supervised
+        share = list(share_of(range(len(passes)), self.ranks.rank // context.size, self.parallel.groups))
+        for turn, (number, counts) in enumerate(share, start=1):
             if supervised:  # what a model draws, such as noise on routers, is to depend on nothing else
                 torch.manual_seed(_seed_of(config.seed, batch, number))
-            rows = Experience(**part, rows_per_unit=step.rows_per_unit)
-            of_loss = {name: tensor for name, tensor in part.items() if name != "routes_BTLE"}
-            micro_batch = Experience(**in_one_copy(of_loss, device), rows_per_unit=step.rows_per_unit)
-            with self.parallel.accumulating(last=turn == len(passes)):
+            rows = experience.select(passes[number])
+            of_loss = replace(rows, routes_BTLE=None)
+            here: dict[str, Any] = in_one_copy(of_loss.tensors(), device)
+            micro_batch = replace(of_loss, **here)
+            with self.parallel.accumulating(last=turn == len(share)):
                 with self.autocast():
                     output = self.parallel.forward(
                         rows.tokens_BT,
@@ -473,8 +430,8 @@ class Learner:
                         device,
                     )
                 loss = self.algorithm.loss(output, micro_batch, config)
-                self.parallel.backward(loss.loss_sum / step.weight if counts else loss.loss_sum * 0)
-            if counts and self.parallel.context.leads:
+                self.parallel.backward(loss.loss_sum / weight if counts else loss.loss_sum * 0)
+            if counts and context.leads:
                 for name, value in loss.metrics.items():
                     found = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
                     loss_sums[name] = found + loss_sums.get(name, 0.0)
@@ -484,12 +441,12 @@ class Learner:
     @cached_property
     def _training(self) -> Passes:
         """The limits of a forward and backward pass."""
-        return passes_through(self._models, self.config.training_limits, self.parallel.device_of(self.policy))
+        return passes_through(self._models, self.config.training_limits, self._device)
 
     @cached_property
     def _annotating(self) -> Passes:
         """The limits of a pass without gradient."""
-        return passes_through(self._models, self.config.annotation_limits, self.parallel.device_of(self.policy))
+        return passes_through(self._models, self.config.annotation_limits, self._device)
 
     @property
     def _models(self) -> list[PreTrainedModel]:
@@ -498,13 +455,20 @@ class Learner:
 
     @property
     def batch_config(self) -> OnlineConfig:
-        """The configuration, with the KL coefficient of the batch that was annotated last."""
-        return self._adapted_config(self._batch_coef)
+        """The configuration, with the KL coefficient of the batch that was annotated last if that changes."""
+        penalty = self.config.kl_penalty
+        adapted = penalty is not None and penalty.target is not None
+        return self.config.with_kl_coef(self._batch_coef) if adapted else self.config
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the policy computes."""
+        return self.parallel.device_of(self.policy)
 
     def autocast(self, device: torch.device | None = None) -> torch.autocast:
         """The types that the learner computes in; on another device than the policy's, if one is given."""
         dtype = autocast_dtype(self.config)
-        return torch.autocast((device or self.parallel.device_of(self.policy)).type, dtype, enabled=dtype is not None)
+        return torch.autocast((device or self._device).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
         fixed = parameter_digests(self.model, lambda p: not p.requires_grad)
@@ -514,7 +478,7 @@ class Learner:
 
 
 def _chosen(scored: ScoredBatch, most: int | None) -> tuple[tuple[Group, ...], Tensor, dict[str, float]]:
-    """The prompts to train on, the scores of their rows, and metrics of the choice; none on other ranks than 0.
+    """The prompts to train on, the scores of their rows, and metrics of the choice.
 
     These are the prompts whose completions all have a reward: of more than ``most`` the first whose rewards differ, and
     if these are too few the first others, all in the order of the batch.
@@ -535,14 +499,13 @@ def _rows(groups: Sequence[Group], scores_B: Tensor | None = None) -> Experience
     return Experience(**rows, scores_B=ones_U if scores_B is None else scores_B, loss_weights_U=ones_U)
 
 
-def _split(passes: Passes, rows: Experience, units_U: Tensor | None = None, ranks: int = 1) -> list[Tensor]:
-    """Which of these units share a pass; None for single rows, of all of them."""
-    names = {"lengths_B"} | ({"tokens_BT", "positions_BT", "routes_BTLE"} if passes.shared else set())
-    part: dict[str, Any] = {name: tensor for name, tensor in rows.tensors().items() if name in names}
-    if units_U is not None:
-        part = rows.part(units_U, names)
-    texts = texts_of_rows(**part) if passes.shared else None
-    return passes.split(part["lengths_B"], 1 if units_U is None else rows.rows_per_unit, ranks, texts)
+def _split(limits: Passes, rows: Experience, units_U: Tensor, ranks: int = 1) -> list[Tensor]:
+    """Which of these units share a pass, by their numbers; so many ranks have a pass at a time."""
+    lengths_B, texts = rows.lengths_B[rows.rows_of(units_U)], None
+    if limits.shared:
+        part = rows.select(units_U)
+        texts = texts_of_rows(part.tokens_BT, lengths_B, part.positions_BT, part.routes_BTLE)
+    return [units_U[part_U] for part_U in limits.split(lengths_B, rows.rows_per_unit, ranks, texts)]
 
 
 def _seed_of(*numbers: int) -> int:

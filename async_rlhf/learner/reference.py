@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from async_rlhf.models.adapters import adapters_off
 from async_rlhf.models.forward import autocast_dtype, response_logprobs
 from async_rlhf.models.frozen_models import frozen, on_device
 from async_rlhf.models.loading import disable_dropout
+from async_rlhf.types import Experience
 
 
 class Reference:
@@ -60,25 +60,23 @@ class Reference:
         self.model = frozen(self.model, self._config, ALONE if self.is_apart else self._parallel)
         self.at_hand = on_device(self.model, self._config, self._parallel)
 
-    def logprobs(self, rows: dict[str, Any]) -> dict[str, Tensor]:
-        """Log-probabilities of sampled tokens, as ``reference_logprobs_BT``: (B, T) float32.
-
-        Args:
-            rows: the fields of a pass, and its device.
+    def logprobs(self, rows: Experience, device: torch.device) -> dict[str, Tensor]:
+        """Log-probabilities of sampled tokens, as ``reference_logprobs_BT``: (B, T) float32. Routers choose for
+        themselves.
         """
         model = self._policy if self.model is None else self.model
         dtype = autocast_dtype(self._config)
-        device = rows["device"] or self._parallel.device_of(self._policy)
         context = WHOLE if self.is_apart else self._parallel.context
-        temperature = self._config.generation.temperature
         off = adapters_off(model) if self.model is None else nullcontext()
         with off, torch.autocast(device.type, dtype, enabled=dtype is not None):
             output = response_logprobs(
-                model, **by_own_routers(rows), temperature=temperature, with_entropies=False, context=context
+                model,
+                rows.tokens_BT,
+                rows.sampled_BT,
+                self._config.generation.temperature,
+                with_entropies=False,
+                positions_BT=rows.positions_BT,
+                context=context,
+                device=device,
             )
         return {"reference_logprobs_BT": output.logprobs_BT}
-
-
-def by_own_routers(rows: dict[str, Any]) -> dict[str, Any]:
-    """The fields for another model than the one that sampled: its routers choose for themselves."""
-    return {name: value for name, value in rows.items() if name != "routes_BTLE"}

@@ -392,7 +392,7 @@ def score_rows(model: PreTrainedModel, rows: Sequence[Row], batch_size: int, par
     score = partial(score_batch, model, device=parallel.device_of(model))
 
     def shared(batches: list[list[Row]]) -> list[Tensor]:
-        return in_shares("scores", batches, score, parallel.ranks, parallel.is_sharded)
+        return in_shares("scores", batches, score, parallel)
 
     return score_in_batches(shared, rows, Passes(batch_size))
 
@@ -427,31 +427,18 @@ def score_in_batches(
     return scores_B[torch.tensor([number[name] for name in names], dtype=torch.long)]
 
 
-def score_batch(
-    model: PreTrainedModel, rows: Sequence[Row], autocast: torch.dtype | None = None, device: torch.device | None = None
-) -> Tensor:
-    """Scores (B,) of rows, float32 on the CPU; see :func:`score_padded`."""
-    return score_padded(model, **padded(rows), autocast=autocast, device=device)
-
-
-def padded(rows: Sequence[Row]) -> dict[str, Any]:
-    """Tokens of rows, padded to the longest of them, and their lengths, as :func:`score_padded` takes them."""
-    lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.long)
-    return {"tokens_BT": pad_rows(rows, torch.long), "lengths_B": lengths_B}
-
-
 @torch.no_grad()
-def score_padded(
+def score_batch(
     model: PreTrainedModel,
-    tokens_BT: Tensor,
-    lengths_B: Tensor,
+    rows: Sequence[Row],
     autocast: torch.dtype | None = None,
     device: torch.device | None = None,
     context: ContextGroup = WHOLE,
 ) -> Tensor:
-    """Scores (B,), float32 on the CPU; computed on ``device``, or else where the weights are, and in ``autocast``, or
-    else the weights' type. ``context`` has the ranks that share the rows.
+    """Scores (B,) of rows, float32 on the CPU; computed on ``device``, or else where the weights are, and in
+    ``autocast``, or else the weights' type. ``context`` has the ranks that share the rows.
     """
+    tokens_BT, lengths_B = pad_rows(rows, torch.long), torch.tensor([len(row) for row in rows], dtype=torch.long)
     device = model.device if device is None else device
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         return reward_scores(model, tokens_BT, lengths_B, context=context, device=device).float().cpu()

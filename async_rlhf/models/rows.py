@@ -1,130 +1,16 @@
-"""Rows: samples as padded tensors, in batches that waste little on padding, and the passes over them.
-
-Rank 0 alone has the rows. Each rank gets those of the passes that it computes, a round ahead.
-"""
+"""Rows: samples as padded tensors, in batches that waste little on padding, and each rank's share of the batches."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from async_rlhf.distributed.collectives import Ranks
+from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.types import Sample
-
-_SENT = {torch.int64: torch.int32}
-"""Types of what is sent, where they differ: tokens and lengths are below 2^31."""
-_AHEAD = 2
-"""Rounds under way at a time: that which is computed, and the next."""
-
-
-class Pass(NamedTuple):
-    """What a rank computes at once."""
-
-    number: int
-    """Which of all passes it is."""
-    rows: dict[str, Tensor]
-    """Its rows, on the CPU."""
-    counts: bool
-    """False if another rank computes it as well, and counts: this one has no other work in the last round."""
-
-
-class ScatteredBatches:
-    """The passes of one rank, in order; as many for each rank. It can be iterated over again, to the end each time.
-
-    Every rank must make it and use it at the same places; what others than rank 0 give it is ignored. With one rank
-    nothing is sent or copied.
-
-    Args:
-        ranks: who share the passes.
-        place: names the point in the program; see :class:`~async_rlhf.distributed.collectives.Ranks`.
-        passes: how many there are.
-        sizes: the size of each dimension of a pass, by its letter.
-        rows: the tensors of a pass; their names end in dimension letters, and are the same for each pass.
-        header: what all ranks have to know besides the rows.
-        sharing: C, how many ranks that follow one another get the same pass.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        place: str,
-        passes: int,
-        sizes: Callable[[int], Mapping[str, int]],
-        rows: Callable[[int], dict[str, Tensor]],
-        header: Any = None,
-        sharing: int = 1,
-    ) -> None:
-        self._ranks, self._rows = ranks, rows
-        self._sizes: list[Mapping[str, int]] = []
-        self._types: dict[str, torch.dtype] = {}
-        self.header = header
-
-        def plan() -> tuple[list[Mapping[str, int]], dict[str, torch.dtype], Any]:
-            types = {name: tensor.dtype for name, tensor in (rows(0) if passes else {}).items()}
-            return [sizes(number) for number in range(passes)], types, header
-
-        if ranks.count > 1:
-            self._sizes, types, self.header = ranks.broadcast(place, plan)
-            # The largest first, so that each begins where its type may.
-            self._types = dict(sorted(types.items(), key=lambda item: -_sent(item[1]).itemsize))
-            passes = len(self._sizes)
-        groups = ranks.count // sharing
-        self._shares = [list(share_of(range(passes), rank // sharing, groups)) for rank in range(ranks.count)]
-
-    def __len__(self) -> int:
-        """Passes of each rank."""
-        return len(self._shares[0])
-
-    def __iter__(self) -> Iterator[Pass]:
-        under_way: deque[tuple[list[Callable[[], object]], Tensor | None]] = deque()
-        for turn, (number, counts) in enumerate(self._shares[self._ranks.rank]):
-            while len(under_way) < min(_AHEAD, len(self) - turn):
-                under_way.append(self._begin(turn + len(under_way)))
-            waits, message = under_way.popleft()
-            if message is None:
-                yield Pass(number, self._rows(number), counts)
-            for wait in waits:
-                wait()
-            if message is not None:
-                yield Pass(number, self._unpacked(message, number), counts)
-
-    def _begin(self, turn: int) -> tuple[list[Callable[[], object]], Tensor | None]:
-        """Start to send or to receive the rows of a round: what waits for them, and where they arrive."""
-        if not self._ranks.is_main:
-            number, _ = self._shares[self._ranks.rank][turn]
-            message = torch.empty(sum(self._bytes(number)), dtype=torch.uint8)
-            return [self._ranks.start_receiving(message, 0)], message
-        others = range(1, self._ranks.count)
-        return [self._ranks.start_sending(self._packed(self._shares[rank][turn][0]), rank) for rank in others], None
-
-    def _packed(self, number: int) -> Tensor:
-        rows = self._rows(number)
-        parts = [rows[name].to(_sent(dtype)).view(-1).view(torch.uint8) for name, dtype in self._types.items()]
-        return torch.cat(parts)
-
-    def _unpacked(self, message: Tensor, number: int) -> dict[str, Tensor]:
-        parts = message.split(self._bytes(number))
-        return {
-            name: part.view(_sent(dtype)).view(self._shape(name, number)).to(dtype)
-            for (name, dtype), part in zip(self._types.items(), parts, strict=True)
-        }
-
-    def _bytes(self, number: int) -> list[int]:
-        """Of each tensor of a pass."""
-        return [prod(self._shape(name, number)) * _sent(dtype).itemsize for name, dtype in self._types.items()]
-
-    def _shape(self, name: str, number: int) -> list[int]:
-        return [self._sizes[number][letter] for letter in name.rpartition("_")[2]]
-
-
-def _sent(dtype: torch.dtype) -> torch.dtype:
-    return _SENT.get(dtype, dtype)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -222,22 +108,23 @@ def share_of(parts: Sequence[T], rank: int, count: int) -> Iterator[tuple[T, boo
 
 
 def in_shares(
-    place: str, batches: Sequence[T], compute: Callable[[T], U], ranks: Ranks, together: bool = False
+    place: str, batches: Sequence[T], compute: Callable[[T], U], parallel: Parallel, sharing: int = 1
 ) -> list[U]:
     """What ``compute`` gives for each batch, in their order, on every rank. All ranks must call it.
 
-    The batches do not depend on the number of ranks, so the results are those of one rank.
+    The batches do not depend on the number of ranks, so the results are those of one rank. If every pass needs all
+    ranks, as with sharded weights, a rank without a batch in the last round computes one again, and drops the result.
 
     Args:
         place: in the program; see :meth:`~async_rlhf.distributed.collectives.Ranks.gather`.
         batches: the same on every rank.
         compute: the result must be such that it can be pickled.
-        ranks: who share the batches.
-        together: every pass needs all ranks, as with sharded weights. Then a rank without a batch in the last round
-            computes one again, and drops the result.
+        parallel: who share the batches.
+        sharing: C, how many ranks that follow one another compute the same batches.
     """
-    mine = [
-        (compute(batch), counts) for batch, counts in share_of(batches, ranks.rank, ranks.count) if counts or together
-    ]
-    everyone = ranks.gather(place, [result for result, counts in mine if counts])
-    return [everyone[number % ranks.count][number // ranks.count] for number in range(len(batches))]
+    ranks = parallel.ranks
+    groups = ranks.count // sharing
+    share = share_of(batches, ranks.rank // sharing, groups)
+    mine = [(compute(batch), counts) for batch, counts in share if counts or parallel.is_sharded]
+    everyone = ranks.gather(place, [result for result, counts in mine if counts])[::sharing]
+    return [everyone[number % groups][number // groups] for number in range(len(batches))]

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +19,14 @@ from async_rlhf.config import ConfigError, GenerationConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.data.rendering import Renderer, conversations
 from async_rlhf.data.tokenizer import decode_samples
-from async_rlhf.distributed.collectives import WHOLE, ContextGroup
+from async_rlhf.distributed.collectives import WHOLE, ContextGroup, Ranks
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.models.budget import passes_through
 from async_rlhf.models.chats import ChatTemplate
-from async_rlhf.models.forward import Row, autocast_dtype, padded, score_in_batches, score_padded
+from async_rlhf.models.forward import Row, autocast_dtype, score_batch, score_in_batches
 from async_rlhf.models.frozen_models import on_device
 from async_rlhf.models.passes import Passes
-from async_rlhf.models.rows import ScatteredBatches
+from async_rlhf.models.rows import in_shares
 from async_rlhf.rewards.functions import (
     Called,
     RewardError,
@@ -133,7 +133,7 @@ class Scorer:
             RewardError: without ``reward_errors: skip``: a reward is not a finite number, or a function failed.
         """
         here = self.reward_model is not None and not self.model_elsewhere
-        by_model_R = self._model_scores(batch.samples) if here else None
+        by_model_R = self._model_scores(batch.samples, self.ranks) if here else None
         scored = self._score(batch, by_model_R) if self.ranks.is_main else ScoredBatch(batch, torch.zeros(0, 0), {})
         self.ranks.barrier(f"scores of batch {batch.index}")
         return scored
@@ -207,7 +207,8 @@ class Scorer:
     def _judge(self, groups: Sequence[Group]) -> _Judged:
         """What reward functions say, and a reward model that computes elsewhere."""
         samples = [sample for group in groups for sample in group.samples]
-        by_model_R = self._model_scores(samples) if self.reward_model is not None and self.model_elsewhere else None
+        elsewhere = self.reward_model is not None and self.model_elsewhere
+        by_model_R = self._model_scores(samples, ALONE.ranks) if elsewhere else None
         started = time.monotonic()
         if not self.reward_funcs:
             return _Judged(by_model_R, {}, 0.0)
@@ -263,9 +264,9 @@ class Scorer:
         for name in state.keys() & self.reward_funcs.keys():
             self.reward_funcs[name].load_state_dict(state[name])
 
-    def _model_scores(self, samples: Sequence[Sample]) -> Tensor:
-        """float64, as the model gave them; on rank 0."""
-        rows = [self._read_by_model(sample) for sample in samples]
+    def _model_scores(self, samples: Sequence[Sample], ranks: Ranks) -> Tensor:
+        """float64, as the model gave them, on every one of these ranks; the first has the samples."""
+        rows = ranks.broadcast("rows to score", lambda: list(map(self._read_by_model, samples)))
         return score_in_batches(self.score_batches, rows, self._passes, self.scoring_ranks).double()
 
     def _read_by_model(self, sample: Sample) -> np.ndarray:
@@ -288,26 +289,12 @@ class Scorer:
         return self.ranks.count // self._context.size
 
     def score_batches(self, batches: list[list[Row]]) -> list[Tensor]:
-        """Scores of each batch of rows, which rank 0 has, by the reward model; every rank computes some of them."""
+        """Scores of each batch of rows by the reward model, on every rank; each computes some of them."""
         assert self.reward_model is not None
-        found, dtype = {}, autocast_dtype(self.config)
-
-        def sizes(number: int) -> dict[str, int]:
-            return {"B": len(batches[number]), "T": max(map(len, batches[number]))}
-
-        def padded_rows(number: int) -> dict[str, Tensor]:
-            return padded(batches[number])
-
-        context, what = self._context, "computing rewards"
-        scattered = ScatteredBatches(self.ranks, what, len(batches), sizes, padded_rows, sharing=context.size)
+        dtype, context = autocast_dtype(self.config), self._context
+        score = partial(score_batch, self.reward_model, autocast=dtype, device=self._device, context=context)
         with self._model_at_hand:
-            for number, rows, counts in scattered:
-                scores_B = score_padded(self.reward_model, **rows, autocast=dtype, device=self._device, context=context)
-                if counts and context.leads:
-                    found[number] = scores_B
-        parts = self.ranks.collect("rewards", found)
-        everyone = {number: scores_B for part in parts for number, scores_B in part.items()}
-        return [everyone[number] for number in range(len(batches))]
+            return in_shares("rewards", batches, score, self.parallel, context.size)
 
     def _call_functions(
         self, prompts: list[str], completions: Sequence[str], columns: Mapping[str, list[Any]], samples: int
@@ -348,7 +335,7 @@ class ApartScorer(Scorer):
         device, dtype = self.reward_model.device, autocast_dtype(self.config)
         # Kernels of libraries run on the current device, and each thread has its own.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return [score_padded(self.reward_model, **padded(b), autocast=dtype, device=device) for b in batches]
+            return [score_batch(self.reward_model, batch, dtype, device) for batch in batches]
 
 
 def metric_names(reward_funcs: Sequence[RewardFunction], with_model: bool) -> list[str]:

@@ -26,13 +26,13 @@ def refused(place: str, right: str, wrong: str, options: dict[str, object] = GRP
 
 REFUSED = {
     "tokens of the learner left on the host": refused(
-        "learner.learner:Learner._add", '"device": device', '"device": None'
+        "learner.reference:Reference.logprobs", "device=device,\n", "device=None,\n"
     ),
     "micro-batch left on the host": refused(
-        "learner.learner:Learner._backward", "in_one_copy(of_loss, device)", "of_loss"
+        "learner.learner:Learner._backward", "in_one_copy(of_loss.tensors(), device)", "of_loss.tensors()"
     ),
     "tokens of the reward model left on the host": refused(
-        "models.forward:score_padded", "context=context, device=device", "context=context"
+        "models.forward:score_batch", "context=context, device=device", "context=context"
     ),
     "prompts left on the host": refused(
         "generation.transformers_engine:TransformersEngine.prefill",
@@ -77,12 +77,12 @@ REFUSED = {
         "generation.decode_cache:keep_rows", "torch.tensor(stays)", "torch.tensor(stays, device=device)", said=INDEX
     ),
     "units chosen by an index of the device": refused(
-        "learner.learner:Learner._scattered",
-        "experience.part(parts[number], names)",
-        'experience.part(parts[number].to("cuda:0"), names)',
+        "learner.learner:Learner._backward",
+        "experience.select(passes[number])",
+        'experience.select(passes[number].to("cuda:0"))',
     ),
     "scores of the device written to the host by index": refused(
-        "models.forward:score_padded", ".float().cpu()", ".float()"
+        "models.forward:score_batch", ".float().cpu()", ".float()"
     ),
     "the probe's generator is of another device": refused(
         "generation.audit:probe_tokens",
@@ -98,9 +98,7 @@ REFUSED = {
         "models.forward:_in_rows", "dtype=torch.float32, device=values_N.device", "dtype=torch.float32"
     ),
     "tokens on another GPU": refused(
-        "models.forward:score_padded",
-        "context=context, device=device",
-        'context=context, device=torch.device("cuda:1")',
+        "models.forward:score_batch", "context=context, device=device", 'context=context, device=torch.device("cuda:1")'
     ),
 }
 REQUIRED = {
@@ -136,8 +134,8 @@ TOO_DEAR = {
     "micro-batch moved while the host waits": too_dear(
         update_twice,
         "learner.learner:Learner._backward",
-        "in_one_copy(of_loss, device)",
-        "{name: x.to(device) for name, x in part.items()}",
+        "in_one_copy(of_loss.tensors(), device)",
+        "{name: x.to(device) for name, x in of_loss.tensors().items()}",
     ),
     "what the model reads comes from memory that is not pinned": too_dear(
         update_twice, "models.rows:moved", "tensor = tensor.pin_memory()", "pass"
