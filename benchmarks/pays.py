@@ -4,8 +4,8 @@
 
 The real trainer on a GPT-NeoX of 1.3M parameters, RLOO, 64 completions a batch. At S = 0 one process samples and trains
 in turn, with both cores for each; at S = 1 a generator process has one core, and the learner the other. They alternate.
-For each case seconds a batch, and their ratio (median, lowest and highest of the rounds). Leave the machine idle: beside
-other work, two threads wait for each other.
+For each case seconds a batch, and their ratio (median, lowest and highest of the rounds). Leave the machine idle: two
+threads wait for each other where other programs compute, too.
 
     cores only     answers of 48 tokens: all that is gained is what a second core would not have sped up
     long tails     answers of 1 to 200 tokens, of which one in forty ends at each token: the last rows are decoded alone
