@@ -194,7 +194,7 @@ def compare_scores(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
         model.base_model.register_forward_pre_hook(
             lambda *given, seen=seen: seen.append(given[-1]["input_ids"].numel()), with_kwargs=True
         )
-        scores = scorer.score_batches(batches if ranks.is_main else [])
+        scores = scorer.score_batches(batches)
         if ranks.is_main:
             found[f"{strategy}, {size}, {heads}"] = [off({"": torch.cat(scores)}, {"": alone}), max(seen)]
     return found
