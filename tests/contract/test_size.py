@@ -14,9 +14,9 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_427, 31_337, 40_507, 16, 453
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_438, 31_348, 40_600, 16, 453
 """Each rises only with a feature, by what that feature needs."""
-PROGRAMS = 3_932
+PROGRAMS = 3_975
 """Of benchmarks/ and scripts/."""
 SECONDS = 420
 """Of processor time that ``make test`` may take: four minutes on two cores."""
