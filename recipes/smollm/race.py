@@ -26,7 +26,7 @@ from async_rlhf.studies.report.charts import Axis, Key, Row, Series, Spec, curve
 HERE = Path(__file__).parent
 RESULTS = Path("runs/smollm/race/results.jsonl")
 TASKS = {"sums": "sums, GRPO", "sums_dpo": "sums, online DPO", "sums_hints": "sums in two turns, GRPO"}
-IN_TURN = "inline"
+IN_TURN = "process"
 """Of S = 0: where sampling is faster, in the learner's process or in one of its own."""
 TOGETHER = 5
 """Batches of a mean."""
