@@ -25,7 +25,7 @@ shift
 name=$(basename "$config" .yml)
 output=${RESULTS:-results}/$SLURM_JOB_ID/$name
 export WANDB_RUN_ID=${SLURM_JOB_ID}_$name WANDB_RESUME=allow
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
