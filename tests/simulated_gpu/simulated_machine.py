@@ -240,7 +240,7 @@ class SimulatedNCCL:
             other.sendall(view)
         while not self._others and view:
             view = view[self._first.recv_into(view) :]
-        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+        return SimpleNamespace(wait=lambda: None, synchronize=lambda: None, is_completed=lambda: True)
 
     def abort(self) -> None:
         """End it."""
