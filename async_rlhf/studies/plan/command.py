@@ -241,21 +241,21 @@ def page(choices: Sequence[Choice], proposal: Proposal, source: Source, config: 
     values |= {
         "utilization": utilization,
         "update": update,
-        "threads": "" if run is None else better(Path(str(config.run))),
+        "threads": "" if run is None else threads_of(Path(str(config.run))),
     }
     return filled_page("plan", values, short=short, words=_split, gigabytes=lambda size: f"{size / 1e9:.0f}")
 
 
-def better(folder: Path) -> str:
-    """Better numbers of threads for a measured run both sides of which shared the cores of this machine's CPU; "" if
-    there are none, or the run did not begin as a command.
+def threads_of(folder: Path) -> str:
+    """Better numbers of threads for a measured run, both sides of which shared a CPU with as many cores as this one; ""
+    if there are none, or the run did not begin as a command.
     """
     starts = starts_of(folder / ENVIRONMENT)
     if not starts or not (folder / RUN_FILE).is_file():
         return ""
     with suppress(ConfigError):  # of a run from Python, or of another version
         recipe = parse(RunConfig, "train", ["--config", str(folder / RUN_FILE)])[0]
-        device, ranks = torch.device(str(starts[-1].get("device"))), int(starts[-1].get("ranks", 1))
+        device, ranks = torch.device(str(starts[-1].get("device", "cpu"))), int(starts[-1].get("ranks", 1))
         threads = threads_side_by_side(recipe.train, device, ranks)
         return "" if threads is None else better_threads(read_rows(folder / METRICS), *threads)
     return ""
