@@ -257,12 +257,39 @@ class Agreement:
     def measure(
         self, batch: int, policy: PreTrainedModel, snapshots: Callable[[int], Snapshot], groups: Sequence[Group]
     ) -> dict[str, float]:
-        """Compare some completions of a batch with what the learner computes for them.
+        """Compare some completions of a batch, and judge what was found: :meth:`compare_batch` and :meth:`judge`."""
+        return self.judge(batch, self.compare_batch(batch, policy, snapshots, groups), policy, groups)
+
+    def compare_batch(
+        self, batch: int, policy: PreTrainedModel, snapshots: Callable[[int], Snapshot], groups: Sequence[Group]
+    ) -> Comparison | None:
+        """Compare some completions of a batch with what the learner computes for them; None if this one is left out.
 
         Args:
             batch: its number, which selects the completions to compare; over time every position is selected.
             policy: computes, with the weights of the snapshots.
             snapshots: gives the tensors of a version; empty for the policy's current weights.
+            groups: of the batch, from all workers; on rank 0.
+        """
+        samples = self.config.mismatch_samples
+        if samples == 0 or not self.parallel.takes_part or not self.comparisons.has(batch):
+            return None
+        chosen = _chosen(self.comparisons.number(batch), groups, samples) if self.parallel.ranks.is_main else []
+        if self.parallel.is_sharded:  # then all ranks compute
+            chosen = self.parallel.ranks.broadcast("completions to compare", lambda: chosen)
+        versions = sorted(drawn_versions(row.sample for row in chosen))
+        found = [self.compare(policy, snapshots(v), v, chosen) for v in versions]
+        return Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def judge(
+        self, batch: int, tokens: Comparison | None, policy: PreTrainedModel, groups: Sequence[Group]
+    ) -> dict[str, float]:
+        """Add a batch to what is known of the engine; batches must come in order.
+
+        Args:
+            batch: its number.
+            tokens: what :meth:`compare_batch` has returned for it.
+            policy: the learner's.
             groups: of the batch, from all workers; on rank 0.
 
         Returns:
@@ -273,22 +300,13 @@ class Agreement:
         Raises:
             GeneratorError: the difference is more than rounding, or the draws more than chance, can explain.
         """
-        samples = self.config.mismatch_samples
-        if samples == 0 or not self.parallel.takes_part:
+        if self.config.mismatch_samples == 0 or not self.parallel.takes_part or not self.parallel.ranks.is_main:
             return {}
-        if not self.comparisons.has(batch):
-            return self._require_likely([], groups) if self.parallel.ranks.is_main else {}
-        chosen = _chosen(self.comparisons.number(batch), groups, samples) if self.parallel.ranks.is_main else []
-        if self.parallel.is_sharded:  # then all ranks compute
-            chosen = self.parallel.ranks.broadcast("completions to compare", lambda: chosen)
-        versions = sorted(drawn_versions(row.sample for row in chosen))
-        found = [self.compare(policy, snapshots(v), v, chosen) for v in versions]
-        if not self.parallel.ranks.is_main:
-            return {}
-        tokens = Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        if tokens is None:
+            return self._require_likely([], groups)
         differences_N = tokens.log_ratios_N.abs()
-        far = self.noise.far
-        who, outliers = f"the engine has the weights of version {versions[0]}", _jumps(policy, self.params)
+        far, oldest = self.noise.far, min(drawn_versions(sample for group in groups for sample in group.samples))
+        who, outliers = f"the engine has the weights of version {oldest}", _jumps(policy, self.params)
         self.noise.require(who, differences_N, "its completions", outliers)
         metrics = {
             "engine/logprob_difference": differences_N.mean().item(),

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.generation.audit import Agreement
+from async_rlhf.generation.audit import Agreement, Comparison
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
-from async_rlhf.generation.protocol import (
-    Completions,
-    Engine,
-    GeneratorError,
-    SamplingParams,
-    check_completions,
-    drawing,
-)
+from async_rlhf.generation.protocol import Completions, Reply, Request, SamplingParams, require_answer
 from async_rlhf.generation.transformers_engine import TransformersEngine
+from async_rlhf.generation.worker import RequestHandler
 from async_rlhf.models.adapters import only_adapter, write_base
 from async_rlhf.models.forward import autocast_dtype
-from async_rlhf.models.weights import differing, digests, iterate_weights
+from async_rlhf.models.weights import digests, iterate_weights
 from async_rlhf.system import random_state
 from async_rlhf.system.trace import LEARNER, Trace
 from async_rlhf.types import Batch, Group, Prompt
@@ -92,7 +87,7 @@ def make_inline(config: OnlineConfig, engine: PolicyEngine, trace: Trace) -> Inl
     supports = find(generation.engine).supports
     if "policy" in supports:
         agreement = Agreement(generation, params, torch.float32, engine.autocast, engine.parallel, config.staleness)
-        return InlineGenerator(engine, trace, agreement, config.staleness)
+        return InlineGenerator(engine, PolicyWeights(), trace, agreement, config.staleness)
     adapters_only, device = config.lora.publish == "adapter", policy.device
     require(not device.index, "device", str(device), f"must be the first GPU with {generation.engine} inline")
     # What sleeps drops its weights, and nothing would load those below an adapter again.
@@ -106,149 +101,146 @@ def make_inline(config: OnlineConfig, engine: PolicyEngine, trace: Trace) -> Inl
         made = make_engine(spec, params)  # may seed every random generator of the process
         random_state.restore(*before)
     agreement = Agreement(generation, params, spec.dtype, spec.autocast)
-    return InlineCopyGenerator(made, trace, agreement, sleep, spec.dtype, adapters_only)
+    weights = PolicyWeights(spec.dtype, adapters_only)
+    return InlineGenerator(made, weights, trace, agreement, config.staleness, sleeps=sleep)
+
+
+class PolicyWeights:
+    """The policy's weights as they are now: of the versions that a generator may ask for, there is the newest alone.
+
+    Args:
+        dtype: of an engine that has a copy of them, to which they are rounded before anything reads them; None for
+            one that samples from the policy itself.
+        adapters_only: hand over only the policy's adapters.
+    """
+
+    policy: PreTrainedModel
+    """That was published last."""
+
+    def __init__(self, dtype: torch.dtype | None = None, adapters_only: bool = False) -> None:
+        self._dtype, self._adapters_only = dtype, adapters_only
+        self.newest = -1
+        self.published: dict[int, dict[str, str]] = {}
+        """The digests of the newest version, once it was asked for."""
+
+    def publish(self, policy: PreTrainedModel, version: int) -> None:
+        """Note the version. The policy must not change until it has sampled."""
+        self.policy, self.newest, self.published = policy, version, {version: {}}
+
+    def views(self, version: int) -> Mapping[str, Tensor]:
+        """The tensors of the newest version; none for an engine that has the policy itself."""
+        if version != self.newest:
+            raise ValueError(f"asked for version {version}; inline weights are at {self.newest}")
+        if self._dtype is None:
+            return {}
+        weights = dict(iterate_weights(self.policy, self._adapters_only, dtype=self._dtype))
+        self.published = {version: digests(weights, folded=self.policy.device.type == "cuda")}
+        return weights
 
 
 class InlineGenerator:
-    """No copy of the weights, no second process: the engine samples from the model being trained, between updates.
+    """An engine in the learner's process: the policy itself, or a copy that may take turns with it on a GPU.
 
     With staleness 0 a batch is sampled when it is collected. With more, when it is submitted: the next update changes
     the weights that are to sample it. So the samples are those of generators beside training, bit for bit.
 
     Args:
-        engine: samples from the learner's policy.
+        engine: samples.
+        weights: of the policy, for the engine.
         trace: records generation.
         agreement: compares some completions with what the learner computes for them.
         staleness: S.
+        sleeps: let the engine sleep while the learner trains.
     """
 
     on_arrival: Callable[[int, int, Sequence[Group]], None] | None = None
     """Never called: nothing arrives beside training."""
 
-    engine: Any
-
-    def __init__(self, engine: Engine, trace: Trace, agreement: Agreement, staleness: int = 0) -> None:
-        self.engine, self.trace, self.agreement = engine, trace, agreement
-        self.sampler = EpisodeSampler(engine, getattr(engine, "ranks", None))
-        self.at_once = staleness > 0
-        self._sampled: dict[int, Batch] = {}
-        self._policy: PreTrainedModel | None = None
-        self._version = engine.version
-        self._requests: dict[int, tuple[int, Sequence[Prompt]]] = {}
-        self._evaluation: tuple[int, Sequence[Prompt], SamplingParams] | None = None
+    def __init__(
+        self,
+        engine: Any,
+        weights: PolicyWeights,
+        trace: Trace,
+        agreement: Agreement,
+        staleness: int = 0,
+        sleeps: bool = False,
+    ) -> None:
+        self.engine, self.weights, self.trace, self.agreement = engine, weights, trace, agreement
+        sampler = EpisodeSampler(engine, getattr(engine, "ranks", None))
+        self.handler = RequestHandler(engine, weights, sampler=sampler)
+        self._on_submit, self._sleeps, self._asleep = staleness > 0, sleeps, False
+        self._running = not isinstance(engine, PolicyEngine)
+        self._requests: dict[int, Request] = {}
+        self._sampled: dict[int, tuple[Reply, Comparison | None]] = {}
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Note the version; the weights are already in place."""
-        assert isinstance(self.engine, TransformersEngine)
-        if policy is not self.engine.model:
-            raise ValueError("inline generation samples from the learner's policy itself, and was given another model")
-        self._policy = policy
-        self._version = self.engine.version = version
+        """Note the version: the weights are in place, and do not change until the batch is collected."""
+        self.weights.publish(policy, version)
+        if isinstance(self.engine, PolicyEngine):
+            self.engine.version = version
 
     def submit(self, index: int, version: int | None, prompts: Sequence[Prompt]) -> None:
         """Note what to sample; :meth:`collect` does it, unless the weights will have changed by then."""
-        self._requests[index] = (self._version if version is None else version, prompts)
-        if self.at_once:
+        self._requests[index] = Request(index, 0, self.weights.newest if version is None else version, tuple(prompts))
+        if self._on_submit:
             self._sampled[index] = self._sample(index)
 
     def collect(self, index: int) -> Batch:
         """The batch, which is sampled now if it was not before."""
-        return self._sampled.pop(index) if index in self._sampled else self._sample(index)
+        reply, compared = self._sampled.pop(index) if index in self._sampled else self._sample(index)
+        groups = self._groups(self._requests.pop(index), reply)
+        metrics = self.agreement.judge(index, compared, self.weights.policy, groups)
+        if self.engine.params.episodes is not None:
+            metrics["time/environment"] = reply.environment_seconds
+        return Batch(index, reply.version, groups, reply.ended - reply.started, (reply.version,), metrics)
 
-    def _sample(self, index: int) -> Batch:
-        assert self._policy is not None
-        version, prompts = self._requests.pop(index)
-        if version != self._version:
-            raise ValueError(f"batch {index} asks for version {version}; inline weights are at {self._version}")
-        started = time.monotonic()
-        completions = self._generate(prompts)
-        ended = time.monotonic()
-        self.trace.add("generate", started, ended, LEARNER, batch=index, version=version)
-        vocabulary = self._policy.get_input_embeddings().num_embeddings
-        check_completions(f"the engine answered batch {index}", prompts, completions, self.engine.params, vocabulary)
-        groups = tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
+    def _sample(self, index: int) -> tuple[Reply, Comparison | None]:
+        """Sample a batch, and compare it with the learner while the policy still has these weights."""
+        reply = self._answer(self._requests[index])
+        self.trace.add("generate", reply.started, reply.ended, LEARNER, batch=index, version=reply.version)
         with self.trace.span("mismatch", batch=index):
-            metrics = self.agreement.measure(index, self._policy, lambda _: {}, groups)
-        return Batch(index, version, groups, ended - started, (version,), metrics | self.sampler.metrics())
+            groups = self._groups(self._requests[index], reply)
+            return reply, self.agreement.compare_batch(index, self.weights.policy, lambda _: {}, groups)
 
     def submit_evaluation(self, version: int, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Note what to sample; :meth:`collect_evaluation` does it."""
-        self._evaluation = version, prompts, params
+        self._requests[-version] = Request(-version, 0, version, tuple(prompts), params=params)
 
     def collect_evaluation(self, version: int) -> tuple[Group, ...]:
         """Sample the answers now."""
-        asked, self._evaluation = self._evaluation, None
-        if asked is None or not asked[0] == version == self._version:
-            raise ValueError(f"an evaluation asks for version {version}; inline weights are at {self._version}")
-        _, prompts, params = asked
-        with drawing(self.engine, params):
-            completions = self._generate(prompts, version)
-        return tuple(Group(p, c) for p, c in zip(prompts, completions, strict=True))
+        request = self._requests.pop(-version)
+        return self._groups(request, self._answer(request))
 
-    def close(self) -> None:
-        """Do nothing."""
-        self._requests.clear()
-        self._sampled.clear()
+    def _answer(self, request: Request) -> Reply:
+        """Sample now, awake. It is checked that the engine held the policy's weights, and what it has answered."""
+        with self._awake():
+            reply = self.handler.answer(request)
+        vocabulary = self.weights.policy.get_input_embeddings().num_embeddings
+        require_answer("the engine", request, reply, self.engine.params, vocabulary, self.weights.published)
+        return reply
 
-    def _generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
-        with self.engine.sampling():
-            return self.sampler.generate(prompts, evaluated)
-
-
-class InlineCopyGenerator(InlineGenerator):
-    """An engine in the learner's process with a copy of the weights; on a GPU the two may take turns with the memory.
-
-    Args:
-        engine: any.
-        trace: records generation.
-        agreement: see InlineGenerator.
-        sleep: let the engine sleep while the learner trains.
-        dtype: of the engine's parameters, to which they are rounded before anything reads them.
-        adapters_only: hand over only the policy's adapters.
-    """
-
-    engine: Any
-
-    def __init__(
-        self,
-        engine: Any,
-        trace: Trace,
-        agreement: Agreement,
-        sleep: bool,
-        dtype: torch.dtype,
-        adapters_only: bool = False,
-    ) -> None:
-        super().__init__(engine, trace, agreement)
-        self._dtype, self._adapters_only, self._sleeps = dtype, adapters_only, sleep
-        self._asleep, self._running = False, True
-
-    def publish(self, policy: PreTrainedModel, version: int) -> None:
-        """Note the policy; its weights do not change until the batch is collected."""
-        self._policy, self._version = policy, version
-
-    def _generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
-        """Wake, load the current weights, sample, and sleep again."""
-        assert self._policy is not None
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        if isinstance(self.engine, PolicyEngine):
+            with self.engine.sampling():
+                yield
+            return
         if self._asleep:
             self.engine.wake()
             self._asleep = False
-        if self.engine.version != self._version:
-            self._load(self._policy, self._version)
-        completions = self.sampler.generate(prompts, evaluated)
+        yield
         if self._sleeps:
             self.engine.sleep()
             self.engine.version, self._asleep = -1, True
-        return completions
 
-    def _load(self, policy: PreTrainedModel, version: int) -> None:
-        weights = dict(iterate_weights(policy, self._adapters_only, dtype=self._dtype))
-        wrong = differing(self.engine.load(weights, version), digests(weights, folded=policy.device.type == "cuda"))
-        if wrong:
-            raise GeneratorError(f"the engine took weights that are not those of version {version}: {wrong}")
+    @staticmethod
+    def _groups(request: Request, reply: Reply) -> tuple[Group, ...]:
+        return tuple(Group(p, c) for p, c in zip(request.prompts, reply.completions, strict=True))
 
     def close(self) -> None:
-        """End the engine."""
-        super().close()
+        """End an engine that has a copy of the weights."""
+        self._requests.clear()
+        self._sampled.clear()
         if self._running:
             self._running = False
             self.engine.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from async_rlhf.generation.episodes.spec import EpisodeSpec
 from async_rlhf.generation.sampling import Distribution
-from async_rlhf.types import Batch, FinishReason, Group, Prompt, RouteShape, Sample
+from async_rlhf.models.weights import differing
+from async_rlhf.types import Batch, FinishReason, Group, Prompt, RouteShape, Sample, drawn_versions
 
 Completions = list[tuple[Sample, ...]]
 """For each prompt, its K completions."""
@@ -146,9 +147,6 @@ class Generator(Protocol):
     completions are here, in any thread, and maybe long before the batch is collected. One that samples in this process
     never calls it."""
 
-    at_once: bool
-    """Whether a batch is sampled, and compared with the learner, before :meth:`submit` returns."""
-
     @property
     def agreement(self) -> Resumable:
         """Results of comparing engine and learner on the batches so far."""
@@ -158,7 +156,7 @@ class Generator(Protocol):
 
     def submit(self, index: int, version: int | None, prompts: Sequence[Prompt]) -> None:
         """Ask for the completions of batch ``index`` by the weights ``version``; None for the newest when a worker
-        starts. Returns at once, unless :attr:`at_once`.
+        starts. Returns at once, unless this process has to sample before its weights change.
         """
 
     def collect(self, index: int) -> Batch:
@@ -306,6 +304,46 @@ def check_completions(
             wrong = wrong or _wrong_routes(sample, params.routes)
             if wrong:
                 raise GeneratorError(f"{who} wrongly: of sample {number} of the prompt of draw {prompt.draw}, {wrong}")
+
+
+def require_answer(
+    who: str,
+    request: Request,
+    reply: Reply,
+    params: SamplingParams,
+    vocabulary: int,
+    published: Mapping[int, Mapping[str, str]],
+) -> None:
+    """Require the complete weights that a request names, and completions that are possible.
+
+    Args:
+        who: answered.
+        request: what was asked.
+        reply: the answer.
+        params: how batches are sampled.
+        vocabulary: token ids are below it.
+        published: by version, the digest of each tensor.
+
+    Raises:
+        GeneratorError: says what is wrong.
+    """
+    answered = f"{who} answered {work(reply.batch)}"
+    if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
+        raise GeneratorError(
+            f"{answered} with weights of version {reply.version}; {work(request.batch)} needs version {request.version}"
+        )
+    if reply.asked != fingerprint(request.prompts):
+        raise GeneratorError(f"{answered} with completions of other prompts than it was asked for")
+    drawn = replace(request.params or params, episodes=params.episodes)
+    check_completions(answered, request.prompts, reply.completions, drawn, vocabulary)
+    versions = drawn_versions(sample for samples in reply.completions for sample in samples)
+    for version in sorted(versions | {reply.version}):
+        sampled, expected = reply.digests.get(version, {}), published[version]
+        if sampled != expected:
+            raise GeneratorError(
+                f"{who} sampled {work(reply.batch)} with weights that are not those of version {version}: "
+                f"{differing(sampled, expected)}"
+            )
 
 
 def _wrong_episode(sample: Sample, length: int, limits: _Limits) -> str:

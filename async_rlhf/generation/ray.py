@@ -127,7 +127,7 @@ class GeneratorActor(Signs):
         try:
             self.last_sign = time.monotonic()
             if self._handler is None:
-                self._handler = RequestHandler(self._spec, self._params, self._weights, self._heartbeat)
+                self._handler = RequestHandler.build(self._spec, self._params, self._weights, self._heartbeat)
             self._weights.fetch(version, reference)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)

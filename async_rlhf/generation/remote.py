@@ -24,22 +24,13 @@ from async_rlhf.config import OnlineConfig
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.audit import Agreement, differences, probe_logprobs
 from async_rlhf.generation.dispatch import Arrived, Dispatcher, Worker, cut
-from async_rlhf.generation.protocol import (
-    GeneratorError,
-    Reply,
-    Request,
-    SamplingParams,
-    check_completions,
-    fingerprint,
-    work,
-)
+from async_rlhf.generation.protocol import GeneratorError, Reply, Request, SamplingParams, require_answer
 from async_rlhf.generation.supervisor import Supervisor, overslept
 from async_rlhf.models.adapters import has_adapters
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.publish import BackgroundThread, NoSnapshots, Snapshots
-from async_rlhf.models.weights import differing
 from async_rlhf.system.trace import Trace
-from async_rlhf.types import Batch, Group, Prompt, drawn_versions
+from async_rlhf.types import Batch, Group, Prompt
 
 
 class Publisher:
@@ -105,21 +96,6 @@ class Publisher:
                 probed.append(found_N)
         return max((found_N.mean().item() for found_N in probed), default=None)
 
-    def require_weights(self, label: str, reply: Reply) -> None:
-        """Require that a reply was sampled with the complete weights of the versions that it names.
-
-        Raises:
-            GeneratorError: names the first tensor that is another.
-        """
-        drawn = drawn_versions(sample for samples in reply.completions for sample in samples)
-        for version in sorted(drawn | {reply.version}):
-            sampled, expected = reply.digests.get(version, {}), self.snapshots.published[version]
-            if sampled != expected:
-                raise GeneratorError(
-                    f"{label} sampled {work(reply.batch)} with weights that are not those of version {version}: "
-                    f"{differing(sampled, expected)}"
-                )
-
     def weights(self, index: int, version: int) -> Mapping[str, Tensor | None]:
         """A version's tensors; none where the policy still has those very numbers, when a batch is collected."""
         if version == index - 1 == self.newest and self.policy.dtype == self._dtype and not has_adapters(self.policy):
@@ -157,7 +133,6 @@ class RemoteGenerator:
         parallel: how the policy's weights are sharded over ranks.
     """
 
-    at_once = False
     streams = False
     """Whether a worker can sample several requests at a time."""
     kind = "generator"
@@ -365,7 +340,8 @@ class RemoteGenerator:
 
     def _record(self, worker: Worker, request: Request, reply: Reply) -> None:
         """Note an answer, once it has proven its weights."""
-        self._verify(worker, request, reply)
+        published = self.publisher.snapshots.published
+        require_answer(worker.label, request, reply, self.params, self.vocabulary, published)
         self._asked[request.batch].replies[request.number] = (worker.label, reply)
         loaded = reply.started + reply.load_seconds
         self.trace.add("load", reply.started, loaded, worker.label, version=reply.version)
@@ -373,20 +349,6 @@ class RemoteGenerator:
             self.trace.add("generate", loaded, reply.ended, worker.label, batch=reply.batch, version=reply.version)
         elif request.params is not None:
             self.trace.add("evaluate", loaded, reply.ended, worker.label, version=reply.version)
-
-    def _verify(self, worker: Worker, request: Request, reply: Reply) -> None:
-        """Require the complete weights that the request names, and completions that are possible."""
-        if reply.batch != request.batch or (request.version is not None and reply.version != request.version):
-            raise GeneratorError(
-                f"{worker.label} answered {work(reply.batch)} with weights of version {reply.version}; "
-                f"{work(request.batch)} needs version {request.version}"
-            )
-        who = f"{worker.label} answered {work(reply.batch)}"
-        if reply.asked != fingerprint(request.prompts):
-            raise GeneratorError(f"{who} with completions of other prompts than it was asked for")
-        params = replace(request.params or self.params, episodes=self.params.episodes)
-        check_completions(who, request.prompts, reply.completions, params, self.vocabulary)
-        self.publisher.require_weights(worker.label, reply)
 
     def _measure(self, index: int, replies: Sequence[tuple[str, Reply]], groups: tuple[Group, ...]) -> dict[str, float]:
         """Require that the engine computes and draws what the learner would, and return how far they differ."""

@@ -82,10 +82,8 @@ class ServerClient:
         limits = httpx.Limits(keepalive_expiry=2.0)
         self._http = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, **_access(url, key))
 
-    async def __aenter__(self) -> ServerClient:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
+    async def aclose(self) -> None:
+        """Close all connections."""
         await self._http.aclose()
 
     async def generate(

@@ -9,18 +9,20 @@ server is away, the others take its requests.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import queue
 import threading
-import time
 import uuid
-from asyncio import Condition, Event, Queue, Runner, Task, TaskGroup, current_task, new_event_loop, sleep, to_thread
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
@@ -29,20 +31,30 @@ from async_rlhf.generation.audit import probe_tokens
 from async_rlhf.generation.broadcast import Sender, gpu_of
 from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.episodes.playing import Player
-from async_rlhf.generation.protocol import GeneratorError, Ready, Reply, Request, SamplingParams, fingerprint, work
+from async_rlhf.generation.protocol import (
+    Completions,
+    GeneratorError,
+    Occupancy,
+    Ready,
+    Reply,
+    Request,
+    SamplingParams,
+    work,
+)
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.server_client import ServerClient, ServerGoneError, check_server, key_of
 from async_rlhf.generation.vllm_requests import seeds_of
+from async_rlhf.generation.worker import RequestHandler, serve
 from async_rlhf.models.publish import SnapshotFolder, SnapshotRing, Snapshots
 from async_rlhf.models.weights import differing
-from async_rlhf.types import Prompt, Sample, Turn, drawn_versions
+from async_rlhf.types import Prompt, Sample, Turn
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
 _RETRY_SECONDS = 1.0
-_LOOK_FOR_WEIGHTS_SECONDS = 0.05
+_LOOK_SECONDS = 0.05
 
 
 class ServerGenerator(RemoteGenerator):
@@ -129,7 +141,7 @@ class _NetworkTransport:
 
         async def send() -> list[dict[str, str]]:
             try:
-                await to_thread(sender.send, self._snapshots.slot(version), specs)
+                await asyncio.to_thread(sender.send, self._snapshots.slot(version), specs)
             except ConnectionError as error:
                 raise ServerGoneError(f"took no weights: {error}") from error
             return []
@@ -162,6 +174,132 @@ def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> to
     return learner if apart else torch.device("cpu")
 
 
+class ServerEngine:
+    """A server as an engine: prompts go there as requests that it computes together, weights from the snapshots.
+
+    It plays episodes itself, each at its own pace: what a server computes depends on no other request.
+
+    Args:
+        client: of the server.
+        worker: its thread here.
+        generator: whose server it is.
+    """
+
+    refresh: Callable[[], None] | None = None
+
+    def __init__(self, client: ServerClient, worker: ServerWorker, generator: ServerGenerator) -> None:
+        self.params, self.version, self.occupancy = generator.params, -1, Occupancy()
+        self._client, self._snapshots, self._vocabulary = client, generator.snapshots, generator.vocabulary
+        self._label, self._transport = worker.label, worker.transport
+        self._player, self._loop = worker.player, worker.loop
+        self._prefix = f"{generator.run}:"
+        """Distinguishes this run's weights from those of other runs."""
+        self._heartbeat: Callable[[], None] = lambda: None
+
+    @property
+    def newest(self) -> int:
+        """See :class:`~async_rlhf.generation.worker.Weights`."""
+        return self._snapshots.newest
+
+    def views(self, version: int) -> dict[str, Tensor]:
+        """Nothing: the transport has the tensors."""
+        return {}
+
+    def heartbeat_with(self, heartbeat: Callable[[], None]) -> None:
+        """See :class:`~async_rlhf.generation.protocol.Engine`."""
+        self._heartbeat = heartbeat
+
+    def generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
+        """See :class:`~async_rlhf.generation.episodes.sampler.EpisodeSampler`."""
+        waiting = iter(prompts)
+        found = dict(self.stream(lambda places: list(islice(waiting, places)), evaluated))
+        return [found[number] for number in range(len(prompts))]
+
+    def stream(
+        self, more: Callable[[int], Sequence[Prompt]], evaluated: int | None = None
+    ) -> Iterator[tuple[int, tuple[Sample, ...]]]:
+        """See :class:`~async_rlhf.generation.protocol.Engine`."""
+        loop, numbers = self._loop, count()
+        places = max(1, self.params.batch_size // self.params.samples_per_prompt)
+        tasks: dict[asyncio.Task[tuple[Sample, ...]], int] = {}
+        try:
+            while True:
+                for prompt in more(places - len(tasks)) if len(tasks) < places else ():
+                    tasks[loop.create_task(self._sample(prompt, evaluated))] = next(numbers)
+                if not tasks:
+                    return
+                first = asyncio.wait(tasks, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = loop.run_until_complete(first)
+                self._heartbeat()
+                for task in done:
+                    yield tasks.pop(task), task.result()
+                if self.refresh is not None:
+                    self.refresh()
+        finally:
+            if tasks:  # of an error, or the end of the run
+                for task in tasks:
+                    task.cancel()
+                    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody asks for it
+                loop.run_until_complete(asyncio.wait(tasks))
+
+    def take_seconds(self) -> float:
+        """See :class:`~async_rlhf.generation.episodes.sampler.EpisodeSampler`."""
+        return 0.0 if self._player is None else self._player.take_seconds()
+
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, str]:
+        """Have the server hold a version, which the transport has; ``tensors`` is empty. Returns its digests."""
+        digests = self._loop.run_until_complete(self._load(version))
+        self.version = version
+        return digests
+
+    def probe(self) -> list[float]:
+        """See :class:`~async_rlhf.generation.protocol.Engine`."""
+        return self._loop.run_until_complete(self._probe())
+
+    def close(self) -> None:
+        """The server goes on."""
+
+    async def _sample(self, prompt: Prompt, evaluated: int | None) -> tuple[Sample, ...]:
+        """K completions, or K episodes."""
+        params, player = self.params, self._player
+        if player is None:
+            return await self._ask(prompt, params)
+
+        async def ask(turn: Turn) -> Sample:
+            (answer,) = await self._ask(turn, replace(params, samples_per_prompt=1))
+            return answer
+
+        numbers = range(params.samples_per_prompt)
+        return tuple(await _together(player.play(prompt, k, params, ask, evaluated) for k in numbers))
+
+    async def _ask(self, prompt: Prompt, params: SamplingParams) -> tuple[Sample, ...]:
+        (seed,) = seeds_of(params, [prompt])
+        return await self._client.generate(prompt, params, seed, self._prefix)
+
+    async def _probe(self) -> list[float]:
+        found = await self._client.prompt_logprobs(probe_tokens(self._vocabulary).tolist())
+        if await self._client.weight_version() != f"{self._prefix}{self.version}":
+            raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
+        return found
+
+    async def _load(self, version: int) -> dict[str, str]:
+        client, expected = self._client, self._snapshots.published[version]
+        if await client.weight_version() == f"{self._prefix}{version}":
+            await client.resume()  # the answer to an earlier resume may have been lost
+            return expected  # verified when they were loaded; the server forgets the label when it ends
+        # Tokens that another run has under way must no longer count as drawn by that run's weights.
+        await client.pause()
+        await client.set_weight_version(f"{self._prefix}loading")
+        # Each of the server's processes answers with the checksums of its share of the tensors.
+        found = {name: one for share in await self._transport.load(client, version) for name, one in share.items()}
+        if wrong := differing(found, expected):
+            raise GeneratorError(f"{self._label} took weights that are not those of version {version}: {wrong}")
+        await client.forget_cached()
+        await client.set_weight_version(f"{self._prefix}{version}")
+        await client.resume()
+        return expected
+
+
 class ServerWorker(Worker):
     """One server, and the thread that talks to it. It is never killed, and may come back whenever it likes.
 
@@ -176,83 +314,85 @@ class ServerWorker(Worker):
     def __init__(self, number: int, generator: ServerGenerator) -> None:
         self.url = generator.config.urls[number]
         super().__init__(number, f"server {masked(self.url)}", generator.arrived)
-        self.trouble = ""
-        self.params, self.snapshots, self.vocabulary = generator.params, generator.snapshots, generator.vocabulary
-        self._transport, self._key = generator.transports[number], key_of(generator.config)
-        self._prefix = f"{generator.run}:"
-        """Distinguishes this run's weights from those of other runs."""
-        self._player = None if self.params.episodes is None else Player(self.params.episodes)
-        self._probed: tuple[int, list[float]] | None = None
-        self._version, self._held = -1, dict[int, dict[str, str]]()
-        self._weights = Condition()
-        """Held while the weights change, and while they must not."""
-        self._requests: Queue[Request | None] = Queue()
-        self.runner = Runner(loop_factory=new_event_loop)
-        self._loop = self.runner.get_loop()
-        self._task: Task[None] | None = None
-        self._handed_back = Event()
+        self.trouble, self._is_ending = "", False
+        self._generator, self._key, self.transport = generator, key_of(generator.config), generator.transports[number]
+        self.player = None if generator.params.episodes is None else Player(generator.params.episodes)
+        self.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self.runner.get_loop()
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._handed_back, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True, name=self.label)
         self._thread.start()
 
     def submit(self, request: Request) -> None:
         """Send a request. Returns at once."""
         self.open.append(request)
-        self._put(request)
-
-    def _put(self, request: Request | None) -> None:
-        with suppress(RuntimeError):  # the loop has already ended, and the run will hear of it
-            self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+        self._requests.put(request)
 
     def start(self) -> None:
         """Look for it until it is there again: its requests have been given to others."""
         self.starts += 1
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._handed_back.set)
+        self._handed_back.set()
 
     def close(self) -> None:
         """Disconnect from the server, which keeps running and drops what is under way."""
-        self._put(None)
-        task = self._task
-        if task is not None:
-            with suppress(RuntimeError):  # the loop has already ended
-                self._loop.call_soon_threadsafe(task.cancel)
+        self._closed.set()
+        self._handed_back.set()
+        self._requests.put(None)
+        with suppress(RuntimeError):  # the loop has already ended
+            self.loop.call_soon_threadsafe(self._cancel)
         self._thread.join(timeout=10)
-        self._transport.close()
+        self.transport.close()
+
+    def _cancel(self) -> None:
+        for task in () if self._is_ending else asyncio.all_tasks(self.loop):
+            task.cancel()
 
     def _serve(self) -> None:
-        with self.runner:
-            try:
-                self.runner.run(self._stay())
-            except BaseException as error:
-                self.arrive(error)
-            finally:
-                if self._player is not None:
-                    self.runner.run(self._player.close())
-
-    async def _stay(self) -> None:
         """Answer requests to the end; if the server goes away meanwhile, hand back what it has, and wait until it is
         there again. It may be given the same then.
         """
-        self._task = current_task()
-        ended = False
-        while not ended:
-            async with ServerClient(self.url, self._key) as client:
-                try:
-                    await self._answer_all(client)
-                    return
-                except ServerGoneError as error:
-                    if not self.trouble:
-                        logger.warning("%s: %s%s", self.label, error, self._again())
-                    self.trouble = f" ({error})"
-                self._handed_back.clear()
-                self.arrive(None)
-                await self._handed_back.wait()
-                await sleep(_RETRY_SECONDS)
-                while not await client.is_there():
-                    await sleep(_RETRY_SECONDS)
-            while not (ended or self._requests.empty()):  # what it had got and not begun
-                ended = self._requests.get_nowait() is None
-            self.arrive(Ready())
+        with self.runner:
+            client = ServerClient(self.url, self._key)
+            try:
+                while not self._closed.is_set() and self._is_lost_while_serving(client):
+                    self._handed_back.clear()
+                    self.arrive(None)
+                    self._handed_back.wait()
+                    while not (self._closed.wait(_RETRY_SECONDS) or self.loop.run_until_complete(client.is_there())):
+                        pass
+                    while not self._requests.empty():  # what it had got and not begun
+                        self._requests.get()
+                    self.arrive(Ready())
+            except asyncio.CancelledError:
+                pass
+            except BaseException as error:
+                self.arrive(error)
+            finally:
+                self._is_ending = True
+                self.loop.run_until_complete(client.aclose())
+                if self.player is not None:
+                    self.loop.run_until_complete(self.player.close())
+
+    def _is_lost_while_serving(self, client: ServerClient) -> bool:
+        """Answer requests until it is gone, or until None comes, which is the end."""
+        engine = ServerEngine(client, self, self._generator)
+        try:
+            serve(RequestHandler(engine, engine, self._go_on, engine), self._requests, self._answered)
+            return False
+        except ServerGoneError as error:
+            if not self.trouble:
+                logger.warning("%s: %s%s", self.label, error, self._again())
+            self.trouble = f" ({error})"
+            return True
+
+    def _go_on(self) -> None:
+        if self._closed.is_set():
+            raise asyncio.CancelledError
+
+    def _answered(self, reply: Reply) -> None:
+        self.trouble = ""
+        self.arrive(reply)
 
     def _again(self) -> str:
         """What becomes of the requests that it has, in words."""
@@ -261,128 +401,11 @@ class ServerWorker(Worker):
         again = f"; {' and '.join(batches)} {verb} sampled again once it is back, or by another server"
         return again if batches else ""
 
-    async def _answer_all(self, client: ServerClient) -> None:
-        """Answer requests until None comes: in flight with others, or one after the other."""
-        self._version, self._held = -1, {}
-        request = await self._requests.get()
-        while request is not None:
-            if request.in_flight:
-                request = await self._answer_in_flight(client, request)
-            else:
-                await self._answer(client, request)
-                request = await self._requests.get()
-
-    async def _answer_in_flight(self, client: ServerClient, request: Request | None) -> Request | None:
-        """Answer this request and all that come, together, with the newest weights, until one comes that must wait for
-        the end of all of them. Returns that one; None for the end.
-        """
-        ended = Event()
-
-        async def take() -> None:
-            nonlocal request
-            async with TaskGroup() as group:
-                while request is not None and request.in_flight:
-                    group.create_task(self._answer(client, request))
-                    request = await self._requests.get()
-            ended.set()
-
-        async def keep_new() -> None:
-            while not ended.is_set():
-                if self.snapshots.newest > self._version:
-                    async with self._weights:
-                        await self._hold(client, self.snapshots.newest)
-                        self._weights.notify_all()
-                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
-
-        await _together([take(), keep_new()])
-        return request
-
-    async def _hold(self, client: ServerClient, version: int) -> None:
-        """Have the server hold a version. Evicted versions can no longer appear in replies."""
-        held = await self._load(client, version)
-        self._held = {old: each for old, each in self._held.items() if old in self.snapshots.published}
-        self._version, self._held[version] = version, held
-
-    async def _answer(self, client: ServerClient, request: Request) -> None:
-        """Answer a request: in flight beside others, with weights that may change, or alone with those that it names.
-        Its first tokens must not be drawn by older weights than its own.
-        """
-        if request.in_flight:
-            async with self._weights:
-                await self._weights.wait_for(lambda: self._version >= request.after)
-            started = loaded = time.monotonic()
-        else:
-            while self.snapshots.newest < request.after:
-                await sleep(_LOOK_FOR_WEIGHTS_SECONDS)
-            started = time.monotonic()
-            await self._hold(client, self.snapshots.newest if request.version is None else request.version)
-            loaded = time.monotonic()
-        version, probe = self._version, None
-        evaluated = None if request.params is None else -request.batch
-        groups = await self._generate(client, request.prompts, request.params or self.params, evaluated)
-        ended, drawn = time.monotonic(), {version, *drawn_versions(sample for group in groups for sample in group)}
-        async with self._weights:
-            held = {each: self._held[each] for each in drawn if each in self._held}
-            if request.probe > 0 and self._version % request.probe == 0:
-                probe = await self._probe(client, self._version)
-        self.trouble, asked = "", fingerprint(request.prompts)
-        reply = Reply(request.batch, version, held, asked, groups, started, ended, loaded - started)
-        seconds = 0.0 if self._player is None else self._player.take_seconds()
-        self.arrive(replace(reply, probe=probe, number=request.number, environment_seconds=seconds))
-
-    async def _probe(self, client: ServerClient, version: int) -> tuple[int, list[float]]:
-        """What the server says of the fixed sequences: computed once for weights that it was given."""
-        if self._probed is None or self._probed[0] != version:
-            found = await client.prompt_logprobs(probe_tokens(self.vocabulary).tolist())
-            if await client.weight_version() != f"{self._prefix}{version}":
-                raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
-            self._probed = version, found
-        return self._probed
-
-    async def _load(self, client: ServerClient, version: int) -> dict[str, str]:
-        """Make sure that the server holds a version. Returns the digests of what it loaded."""
-        expected = self.snapshots.published[version]
-        if await client.weight_version() == f"{self._prefix}{version}":
-            await client.resume()  # the answer to an earlier resume may have been lost
-            return expected  # verified when they were loaded; the server forgets the label when it ends
-        self._probed = None
-        # Tokens that another run has under way must no longer count as drawn by that run's weights.
-        await client.pause()
-        await client.set_weight_version(f"{self._prefix}loading")
-        # Each of the server's processes answers with the checksums of its share of the tensors.
-        found = {name: one for share in await self._transport.load(client, version) for name, one in share.items()}
-        if wrong := differing(found, expected):
-            raise GeneratorError(f"{self.label} took weights that are not those of version {version}: {wrong}")
-        await client.forget_cached()
-        await client.set_weight_version(f"{self._prefix}{version}")
-        await client.resume()
-        return expected
-
-    async def _generate(
-        self, client: ServerClient, prompts: Sequence[Prompt], params: SamplingParams, evaluated: int | None
-    ) -> list[tuple[Sample, ...]]:
-        async def samples(prompt: Prompt, params: SamplingParams = params) -> tuple[Sample, ...]:
-            (seed,) = seeds_of(params, [prompt])
-            return await client.generate(prompt, params, seed, self._prefix)
-
-        player = self._player
-        if player is None:
-            return await _together(map(samples, prompts))
-
-        async def ask(turn: Turn) -> Sample:
-            (answer,) = await samples(turn, replace(params, samples_per_prompt=1))
-            return answer
-
-        count = params.samples_per_prompt
-        episodes = [(prompt, number) for prompt in prompts for number in range(count)]
-        found = await _together(player.play(prompt, number, params, ask, evaluated) for prompt, number in episodes)
-        return [tuple(found[first : first + count]) for first in range(0, len(found), count)]
-
 
 async def _together(coroutines: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Run them together and return their results; the first error cancels all and is raised unchanged."""
     try:
-        async with TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
         error: BaseException = errors

@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import (
     Completions,
+    Engine,
     EngineLostError,
     Failure,
     Occupancy,
@@ -67,34 +69,49 @@ class RequestHandler:
     """Answers requests with an engine, each with the weights that the request names.
 
     Args:
-        spec: the model.
-        params: how to sample.
+        engine: samples.
         weights: where they lie.
-        heartbeat: called often while it works.
+        heartbeat: called often while it works; None if nobody waits for a sign of life.
+        sampler: has the methods of an EpisodeSampler, which it is by default.
     """
 
     def __init__(
-        self, spec: ModelSpec, params: SamplingParams, weights: Weights, heartbeat: Callable[[], None]
+        self, engine: Engine, weights: Weights, heartbeat: Callable[[], None] | None = None, sampler: Any = None
     ) -> None:
+        self.engine, self.weights = engine, weights
+        self._heartbeat: Callable[[], None] = heartbeat or (lambda: None)
+        self._staged = weights if isinstance(weights, StagedWeights) else None
+        self.sampler = sampler or EpisodeSampler(engine, heartbeat=self._alive)
+        if heartbeat is not None:
+            engine.heartbeat_with(self._alive)
+        self._held: dict[int, dict[str, str]] = {}
+        self._probed: tuple[int, list[float]] | None = None
+
+    @classmethod
+    def build(
+        cls, spec: ModelSpec, params: SamplingParams, weights: Weights, heartbeat: Callable[[], None]
+    ) -> RequestHandler:
+        """The handler of a process that is the generator's alone, with an engine of the model.
+
+        Args:
+            spec: the model.
+            params: how to sample.
+            weights: where they lie.
+            heartbeat: called often while it works.
+        """
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
         seed_all(params.seed)
-        self.weights: Weights = weights
-        self.engine = make_engine(spec, params)
-        self._staged: StagedWeights | None = None
+        engine = make_engine(spec, params)
         if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
             weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
             if spec.engine == "vllm" and spec.adapter is None and spec.gpus == 1 and weights.folded:
                 # By its number here: the process may see its own GPU alone, as the first.
                 device = torch.device("cuda", torch.cuda.current_device())
-                self.weights = self._staged = StagedWeights(weights, device, getattr(self.engine, "unheld", 0))
-                where = "on the GPU" if self._staged.has_room else "in the host's memory, as the GPU has no room for it"
+                weights = StagedWeights(weights, device, getattr(engine, "unheld", 0))
+                where = "on the GPU" if weights.has_room else "in the host's memory, as the GPU has no room for it"
                 logger.info("generator: the next version of the weights waits %s", where)
-        self.sampler = EpisodeSampler(self.engine, heartbeat=self._alive)
-        self._heartbeat = heartbeat
-        self.engine.heartbeat_with(self._alive)
-        self._held: dict[int, dict[str, str]] = {}
-        self._probed: tuple[int, list[float]] | None = None
+        return cls(engine, weights, heartbeat)
 
     def _alive(self) -> None:
         """Give a sign of life, between two steps of the engine."""
@@ -293,7 +310,8 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     sender = threading.Thread(target=_send, args=(pipe, replies))
     sender.start()
     try:
-        handler = RequestHandler(spec, params, ring, heartbeat=lambda: setattr(heartbeat, "value", time.monotonic()))
+        alive = partial(setattr, heartbeat, "value")
+        handler = RequestHandler.build(spec, params, ring, heartbeat=lambda: alive(time.monotonic()))
         replies.put(Ready())
         serve(handler, requests, replies.put)
     except Exception as error:

@@ -207,10 +207,11 @@ class TrainingLoop(Loop):
         """Train on all remaining batches and save the final policy."""
         run, rollouts, trace = self.run, self.rollouts, self.trace
         run.callbacks.begin()
-        # Only now: a callback may have drawn random numbers in begin().
+        rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
+        # Only now: a callback may have drawn random numbers in begin(), and so may an environment of the batch that is
+        # sampled again.
         if run.resumed is not None and run.ranks.is_main:
             random_state.restore(run.resumed.tensors, run.resumed.values["random"])
-        rollouts.publish(run.learner.policy, version=run.callbacks.state.global_step)
         self.evaluations.begin()  # behind the batches that this version samples, as before the run was stopped
         if run.resumed is None and run.config.eval_on_start:
             self.evaluations.ask(0)
@@ -256,7 +257,7 @@ class TrainingLoop(Loop):
         card.write(folder, run.folder.path / METRICS, run.callbacks.state.newest)
 
     def _own_state(self, batch: int) -> dict[str, Any]:
-        ahead = self.rollouts.ahead(batch)  # before agreement.state(), to which it adds
+        ahead = self.rollouts.ahead(batch)  # before agreement.state(): collecting adds to it
         evaluation = self.evaluations.under_way(batch)
         if not self.run.ranks.is_main:
             return {}

@@ -89,11 +89,10 @@ class RolloutSchedule:
     def ahead(self, trained: int) -> list[Batch]:
         """The batches under way that weights older than version ``trained`` sample, for a checkpoint after that batch.
 
-        Waits for them: those weights are gone when the run is resumed. Version ``trained`` itself is in the checkpoint,
-        so the last batch under way, which it samples, can be sampled again; unless it has been already, and what was
-        found in it is in the checkpoint.
+        Blocks until they are sampled, since their weights will not exist after a resume. The newest batch is left out:
+        the checkpoint holds the version that samples it.
         """
-        last = trained + self.staleness + self.generator.at_once
+        last = trained + self.staleness
         older = sorted(index for index in self._asked if index <= last)
         for index in older:
             self._collect(index)

@@ -91,7 +91,7 @@ class HereGenerator(RemoteGenerator):
     def prepare(self, config, policy):
         ring = SnapshotRing.for_model(policy, torch.float32, 1)
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
-        self.handler = RequestHandler(spec, PARAMS, ring, heartbeat=lambda: None)
+        self.handler = RequestHandler.build(spec, PARAMS, ring, heartbeat=lambda: None)
         return ring, 1
 
     def make(self, number):

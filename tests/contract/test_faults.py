@@ -466,12 +466,13 @@ def test_rollouts_of_another_version_stop_the_run(make_policy, tokenizer, prompt
 
         def __init__(self) -> None:
             from async_rlhf.distributed.parallel import Parallel
-            from async_rlhf.generation.inline import InlineGenerator, PolicyEngine
+            from async_rlhf.generation.inline import InlineGenerator, PolicyEngine, PolicyWeights
 
             self.model = make_policy()
             params = SamplingParams(2, 0.7, 4, (256,), 0)
             self.inner = InlineGenerator(
                 PolicyEngine(OnlineDPOConfig(), self.model, params, Parallel()),
+                PolicyWeights(),
                 Trace(),
                 Agreement(GenerationConfig(mismatch_samples=0), params, torch.float32, None),
             )

@@ -129,7 +129,7 @@ def test_a_worker_waits_for_weights_that_are_on_their_way(make_policy, tokenizer
         ring.publish(make_policy(1), 1, ALONE, work.append)
         signs: list[float] = []
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
-        handler = RequestHandler(spec, PARAMS, ring, lambda: signs.append(time.monotonic()))
+        handler = RequestHandler.build(spec, PARAMS, ring, lambda: signs.append(time.monotonic()))
         request = Request(1, 0, version, PromptStream(prompts, tokenizer).batch(1, 2), after=1)
         replies = []
         thread = threading.Thread(target=lambda: replies.append(handler.answer(request)))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from gpus import BF16_TOLERANCE, GPU, KV_CACHE_GB, largest, train, with_vllm
 
-from async_rlhf.generation.inline import InlineCopyGenerator
+from async_rlhf.generation.inline import InlineGenerator
 from async_rlhf.generation.vllm_engine import VLLMEngine
 from async_rlhf.learner.learner import Learner
 
@@ -46,8 +46,8 @@ def main(folder: Path) -> None:
         note(VLLMEngine, name)
     note(Learner, "update")
     if not GPU:
-        make = InlineCopyGenerator.__init__
-        InlineCopyGenerator.__init__ = lambda self, *given: make(self, *given[:3], True, *given[4:])
+        make = InlineGenerator.__init__
+        InlineGenerator.__init__ = lambda self, *given, **_: make(self, *given, sleeps=True)
     generation = with_vllm(placement="inline", mismatch_samples=16)
     rows = train(folder, "in_turn", generation, staleness=0, bf16=True)
     turn = ["load", "generate", "sleep", "update"]

@@ -19,8 +19,8 @@ PARAMS = SamplingParams(1, 1.0, 4, (), 0)
 class Notes:
     """A generator that notes what it is asked for, and answers with the versions that it is told."""
 
-    def __init__(self, drawn: dict[int, list[int]] | None = None, at_once: bool = False) -> None:
-        self.drawn, self.at_once, self.calls = drawn or {}, at_once, []
+    def __init__(self, drawn: dict[int, list[int]] | None = None) -> None:
+        self.drawn, self.calls = drawn or {}, []
 
     def publish(self, policy, version):
         assert policy is POLICY
@@ -133,9 +133,8 @@ def test_after_a_resume_no_weights_are_older_than_those_it_started_from():
                 run(rollouts, 5)
 
 
-@pytest.mark.parametrize(("at_once", "last"), [(False, 4), (True, 5)])
-def test_what_older_weights_have_sampled_goes_into_the_checkpoint_and_is_not_asked_for_again(at_once, last):
-    generator = Notes(at_once=at_once)
+def test_what_older_weights_have_sampled_goes_into_the_checkpoint_and_is_not_asked_for_again():
+    generator, last = Notes(), 4
     rollouts = schedule(generator, staleness=2, batches=6)
     rollouts.publish(POLICY, 0)
     done = iter(rollouts)
@@ -148,7 +147,7 @@ def test_what_older_weights_have_sampled_goes_into_the_checkpoint_and_is_not_ask
     assert next(done).index == 3
     assert ("collect", 3) not in generator.calls[generator.calls.index(("collect", last)) + 1 :]
 
-    resumed = Notes(at_once=at_once)
+    resumed = Notes()
     after = schedule(resumed, staleness=2, batches=6, start=2, ahead=kept)
     assert run(after, 2) == [3, 4, 5, 6]
     assert [call[1] for call in resumed.calls if call[0] == "submit"] == list(range(last + 1, 7))

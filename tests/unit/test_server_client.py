@@ -7,7 +7,7 @@ import base64
 import copy
 import io
 import json
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -68,7 +68,8 @@ async def serving():
             writer.close()
 
     listener = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=PROMPTS)
-    async with ServerClient(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}") as client:
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with aclosing(ServerClient(url)) as client:
         yield slow, client
     listener.close()
 

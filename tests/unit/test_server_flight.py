@@ -53,11 +53,8 @@ class FakeClient:
     def __init__(self, url: str, key: str | None) -> None:
         self._at = FakeClient.server
 
-    async def __aenter__(self) -> FakeClient:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        """Do nothing."""
+    async def aclose(self) -> None:
+        """Nothing is connected."""
 
     async def generate(self, prompt, params, seed, prefix) -> tuple[Sample, ...]:
         (number,) = prompt.tokens

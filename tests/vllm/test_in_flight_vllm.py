@@ -18,7 +18,7 @@ from async_rlhf.generation.inline import PolicyEngine
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.server_generator import ServerWorker
+from async_rlhf.generation.server_generator import ServerEngine
 from async_rlhf.run.factory import make_generator
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Batch
@@ -83,14 +83,14 @@ def sampling_has_begun(generator) -> bool:
 @pytest.fixture
 def loaded(monkeypatch):
     """The versions that a server has been given, as soon as it has them."""
-    versions, load = [], ServerWorker._load
+    versions, load = [], ServerEngine._load
 
-    async def load_and_tell(worker, client, version):
-        digests = await load(worker, client, version)
+    async def load_and_tell(engine, version):
+        digests = await load(engine, version)
         versions.append(version)
         return digests
 
-    monkeypatch.setattr(ServerWorker, "_load", load_and_tell)
+    monkeypatch.setattr(ServerEngine, "_load", load_and_tell)
     return versions
 
 

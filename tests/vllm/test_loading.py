@@ -12,7 +12,7 @@ from torch import Tensor
 
 from async_rlhf.config import GenerationConfig
 from async_rlhf.generation.audit import Agreement
-from async_rlhf.generation.inline import InlineCopyGenerator
+from async_rlhf.generation.inline import InlineGenerator, PolicyWeights
 from async_rlhf.generation.protocol import GeneratorError
 from async_rlhf.models.weights import digests, named_weights
 from async_rlhf.system.trace import Trace
@@ -123,12 +123,12 @@ def transposes_one(load: Load, tensors: dict[str, Tensor]) -> None:
 def generator(engine):
     """An inline generator on the engine of all tests, which must sample batch 2 with version 1."""
     agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.float32, None)
-    generator = InlineCopyGenerator(engine, Trace(), agreement, sleep=False, dtype=torch.float32)
+    generator = InlineGenerator(engine, PolicyWeights(torch.float32), Trace(), agreement)
     publish_and_sample(generator, 0)
     return generator
 
 
-def publish_and_sample(generator: InlineCopyGenerator, version: int):
+def publish_and_sample(generator: InlineGenerator, version: int):
     generator.publish(new_policy(version), version)
     generator.submit(version + 1, version, prompts_of(4))
     return generator.collect(version + 1)
@@ -146,7 +146,7 @@ def test_weights_are_rounded_before_anything_reads_them(engine, monkeypatch):
     monkeypatch.setattr(engine, "load", recording)
     monkeypatch.setattr(engine, "version", -1)
     agreement = Agreement(GenerationConfig(engine="vllm"), engine.params, torch.bfloat16, None)
-    publish_and_sample(InlineCopyGenerator(engine, Trace(), agreement, sleep=False, dtype=torch.bfloat16), 0)
+    publish_and_sample(InlineGenerator(engine, PolicyWeights(torch.bfloat16), Trace(), agreement), 0)
     parameters = dict(new_policy(0).named_parameters())
     assert parameters.keys() <= given.keys()
     assert {given[name].dtype for name in parameters} == {torch.bfloat16}

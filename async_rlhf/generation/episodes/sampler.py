@@ -52,10 +52,6 @@ class EpisodeSampler:
             self._answers([])
         return []
 
-    def metrics(self) -> dict[str, float]:
-        """What :meth:`take_seconds` returns, for a batch."""
-        return {} if self.player is None else {"time/environment": self.take_seconds()}
-
     def take_seconds(self) -> float:
         """Seconds that environments took since this was last called, those of all episodes added."""
         return 0.0 if self.player is None else self.player.take_seconds()
