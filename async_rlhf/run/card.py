@@ -6,15 +6,14 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from async_rlhf.config import ConfigError, OnlineConfig
-from async_rlhf.config.base import decides_result, dotted
+from async_rlhf.config import OnlineConfig
+from async_rlhf.config.base import decides_result, default_of, dotted
 from async_rlhf.run.record import Record, without_text_arguments
 from async_rlhf.system.versions import code, version_of
 
@@ -118,11 +117,8 @@ def _command(config: OnlineConfig, values: Mapping[str, Any]) -> Iterator[str]:
     if values.get("tools"):
         yield f"--tools {shlex.quote(json.dumps([_place(without_text_arguments(name)) for name in values['tools']]))}"
     yield f"--algorithm {shlex.quote(_place(str(values['algorithm'])))}"
-    default: dict[str, Any] = {}
-    with suppress(TypeError, ConfigError):  # the keys of one's own algorithm may have no defaults
-        default = dotted(asdict(type(config)()))
     for key, value in dotted(asdict(config)).items():
-        if value != default.get(key) and decides_result(config, key) and ".options." not in key:
+        if value != default_of(config, key) and decides_result(config, key) and ".options." not in key:
             shown = values.get(key)  # without its secrets
             yield f"--train.{key} {shlex.quote(shown if isinstance(shown, str) else json.dumps(shown))}"
 

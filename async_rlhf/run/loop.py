@@ -31,7 +31,6 @@ from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
 from async_rlhf.run.warnings import (
-    DriftWatch,
     cut_off_episodes_warning,
     cut_off_warning,
     idle_warning,
@@ -195,13 +194,11 @@ class TrainingLoop(Loop):
     Args:
         rollouts: the batches, in order.
         evaluations: on held-out prompts.
-        drift: warns where measures part from the score.
     """
 
     run: Run
     rollouts: RolloutSchedule
     evaluations: Evaluations
-    drift: DriftWatch
 
     def train(self) -> OnlineTrainerState:
         """Train on all remaining batches and save the final policy."""
@@ -266,7 +263,6 @@ class TrainingLoop(Loop):
             "random": random_values,
             "rewards": self.run.scorer.state(),
             "agreement": self.rollouts.generator.agreement.state(),
-            "warned": sorted(self.drift.said),
             "started": self.run.chat.now.isoformat(),
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
@@ -293,7 +289,6 @@ class TrainingLoop(Loop):
                 logger.warning("%s", warning)
         if everything:
             logs = self._log_metrics({"completions": float(state.completions), **metrics}, state.global_step)
-            self.drift.look(logs)
             self._log_samples(scored)
             self.run.callbacks.log(logs)
             self.trace.flush()

@@ -33,14 +33,13 @@ from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Run, build
 from async_rlhf.run.callbacks import Callbacks, OnlineTrainerState
 from async_rlhf.run.factory import make_generator
-from async_rlhf.run.folder import FINAL, METRICS, log_names
+from async_rlhf.run.folder import FINAL, log_names
 from async_rlhf.run.held_out import Evaluations, evaluate
 from async_rlhf.run.hub import push_policy
 from async_rlhf.run.inputs import Inputs, Model, Start
 from async_rlhf.run.loop import TrainingLoop, write_learner
 from async_rlhf.run.record import Record, note_start
 from async_rlhf.run.schedule import RolloutSchedule
-from async_rlhf.run.warnings import DriftWatch
 from async_rlhf.system.files import JsonLines
 from async_rlhf.system.lock import require_hold
 from async_rlhf.system.names import check_source
@@ -346,9 +345,7 @@ def train(run: Run) -> OnlineTrainerState:
             logs = {name: stack.enter_context(closing(_log(run, name))) for name in names}
         saves = stack.enter_context(saving(run))
         rollouts = _rollouts(run, generator, trace)
-        loop = TrainingLoop(
-            run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts), _drift_watch(run)
-        )
+        loop = TrainingLoop(run, trace, logs, stop_asked, saves, rollouts, Evaluations(run, rollouts))
         state = loop.train()
         stack.close()
         run.failure_detector.close()
@@ -366,15 +363,6 @@ def _log(run: Run, name: str) -> JsonLines:
     """Open a log file. A run that resumes in its own folder keeps what was logged up to the checkpoint."""
     keep = run.resumed.logs.get(name, 0) if run.resumed is not None and run.folder.goes_on else 0
     return JsonLines(run.folder.path / name, keep)
-
-
-def _drift_watch(run: Run) -> DriftWatch:
-    """On rank 0, that of a resumed run knows what was logged, once the log is open."""
-    watch = DriftWatch(run.config.reward_weights)
-    if run.resumed is not None and run.ranks.is_main:
-        path = run.folder.path / METRICS if run.folder.goes_on else None
-        watch.resume(path, run.resumed.values.get("warned", ()))
-    return watch
 
 
 def _rollouts(run: Run, generator: Generator, trace: Trace) -> RolloutSchedule:

@@ -1,6 +1,6 @@
 """What in a run should make its owner look twice: each with the figure, and with what to do.
 
-Thresholds are here; those of what a run warns of itself, as measures part from its score, are in run/warnings.py.
+Thresholds are here; those of measures that part from the score are in drift.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from async_rlhf.commands.evaluation.statistics import t_quantile
-from async_rlhf.run.warnings import FEWEST, IDLE, MANY, Mean, StartAndEnd, drifts, values_of
+from async_rlhf.run.warnings import IDLE, MANY
+from async_rlhf.studies.report.drift import FEWEST, Mean, StartAndEnd, drifts, values_of
 from async_rlhf.studies.report.idleness import idleness
 from async_rlhf.studies.report.plots import CHECKPOINT
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, of_runs

@@ -13,7 +13,7 @@ from async_rlhf.commands.stage import Stage
 from async_rlhf.run.folder import FINAL, METRICS, Checkpoints, batch_of
 from async_rlhf.run.manifest import delete_whole
 from async_rlhf.run.summary import read_rows
-from async_rlhf.run.warnings import values_of
+from async_rlhf.studies.report.drift import values_of
 from async_rlhf.studies.sweep.trials import Trial
 
 POLICY = "policy"
