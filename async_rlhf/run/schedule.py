@@ -132,11 +132,11 @@ class RolloutSchedule:
             StaleWeightsError: other weights have answered.
         """
         groups = self.generator.collect_evaluation(version)
-        found = drawn_versions(sample for group in groups for sample in group.samples)
-        if found - {version}:
+        versions = drawn_versions(sample for group in groups for sample in group.samples)
+        if versions - {version}:
             raise StaleWeightsError(
                 f"the evaluation after batch {version} must be of version {version}; its tokens come from version "
-                f"{', '.join(map(str, sorted(found)))}"
+                f"{', '.join(map(str, sorted(versions)))}"
             )
         return groups
 
@@ -148,14 +148,14 @@ class RolloutSchedule:
 
     def _check(self, batch: Batch) -> None:
         asked = self._asked[batch.index]
-        found = drawn_versions(batch.samples)
+        versions = drawn_versions(batch.samples)
         if asked is None:
             oldest = max(self.start, version_for(batch.index, self.staleness))
-            fits, expected = oldest <= min(found) <= max(found) < batch.index, f"{oldest} to {batch.index - 1}"
+            fits, expected = oldest <= min(versions) <= max(versions) < batch.index, f"{oldest} to {batch.index - 1}"
         else:
-            fits, expected = found == {asked}, str(asked)
+            fits, expected = versions == {asked}, str(asked)
         if not fits:
             raise StaleWeightsError(
                 f"batch {batch.index} must be sampled by version {expected} (staleness {self.staleness}); "
-                f"its tokens come from version {', '.join(map(str, sorted(found)))}"
+                f"its tokens come from version {', '.join(map(str, sorted(versions)))}"
             )
