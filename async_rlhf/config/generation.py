@@ -27,7 +27,6 @@ DECIDED = (
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-_STEPS = Rule(lambda steps: steps == "auto" or steps >= 1, 'must be "auto", or at least 1')
 _IDS = Rule(lambda ids: min(ids, default=0) >= 0, "must be ids of tokens, at least 0")
 _ONE_EACH = Rule(EACH_ONCE.holds, "must name each server once")
 _SENDABLE = Rule(
@@ -130,9 +129,8 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
     mismatch_samples: int = key(8, ge=0, role="log")
     """Completions of a batch whose log-probabilities the learner also computes, with the weights that sampled them:
     differences then come from the engine, not from the policy's staleness; 0 for none."""
-    mismatch_steps: int | Literal["auto"] = key("auto", _STEPS, role="log")
-    """Batches between two such comparisons, after the first few, which are always compared; "auto" for so many that
-    comparing takes less than 0.5% of a batch's computing, by the sizes of the run."""
+    mismatch_steps: int = key(5, ge=1, role="log")
+    """Batches between two such comparisons, after the first few, which are always compared."""
     vllm: VLLMConfig = key(VLLMConfig)
     """Options of vLLM."""
 

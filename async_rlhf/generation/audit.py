@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from async_rlhf.config import GenerationConfig, OnlineConfig
+from async_rlhf.config import GenerationConfig
 from async_rlhf.config.engines import find
 from async_rlhf.distributed.parallel import ALONE, Parallel
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
@@ -137,59 +137,6 @@ class Noise:
 FIRST = 4
 """So many batches are always compared, besides those that are sampled before any weights were loaded anew: what is
 wrong from the beginning is found at the beginning."""
-MOST = 0.005
-"""Most of a batch's computing that comparing may take, on average."""
-_FORWARD = 2 / 0.5 / (6 / 0.4)
-"""Seconds of a token's forward pass in a comparison / seconds of a token's update: 2 operations a weight and 6 with the
-backward pass, at half and at 0.4 of what the hardware could do."""
-_LOADING = {"cuda": 989e12 * 0.4 / 6 / 10e9, "cpu": 0.05e12 * 0.4 / 6 / 2e9}
-"""Tokens of an update in the time in which one byte for each weight is loaded, by an H100 over a bus of 10 GB/s. Of a
-CPU little is certain, but that loading takes no more than some tokens."""
-
-
-def share(
-    trained_rows: float, compared_rows: float, tokens: float, ranks: int, loaded_bytes: float, device: str
-) -> float:
-    """Seconds of a comparison / seconds of the updates on a batch.
-
-    A comparison is a forward pass over a few completions and, where the weights that sampled them are older than the
-    policy, loading those. Both grow with the model as a batch does, so the share depends on the batch alone. Every rank
-    of the learner takes part in a comparison, or waits for it.
-
-    Args:
-        trained_rows: completions that a batch trains on, counted once for each epoch.
-        compared_rows: completions that are compared.
-        tokens: of a prompt and its completion.
-        ranks: of the learner.
-        loaded_bytes: a weight; 0 where nothing is loaded.
-        device: of the learner, "cuda" or another.
-    """
-    loading = _LOADING.get(device, _LOADING["cpu"]) * loaded_bytes / tokens
-    return (_FORWARD * min(compared_rows, trained_rows) + loading) * ranks / trained_rows
-
-
-def steps_for(found: float) -> int:
-    """Batches between two comparisons that each take this share of a batch."""
-    return max(1, math.ceil(found / MOST))
-
-
-def steps_of(config: OnlineConfig, trained_per_prompt: int, ranks: int, device: torch.device) -> int:
-    """Batches between two comparisons in a run, from its sizes alone: the same on every machine and after a resume.
-
-    Args:
-        config: of the run.
-        trained_per_prompt: completions of each prompt that the algorithm trains on.
-        ranks: of the learner.
-        device: of the learner.
-    """
-    generation = config.generation
-    if generation.mismatch_steps != "auto":
-        return generation.mismatch_steps
-    own = config.staleness == 0 and generation.weights_dtype == "float32" and config.lora.rank == 0
-    loaded = 0 if own or config.placement == "inline" else getattr(torch, generation.weights_dtype).itemsize
-    rows = (config.trained_prompts or config.batch_size) * trained_per_prompt * config.num_epochs
-    compared = min(generation.mismatch_samples, config.batch_size * config.samples_per_prompt)
-    return steps_for(share(rows, compared, config.max_length, ranks, loaded, device.type))
 
 
 @dataclass(frozen=True)
@@ -224,7 +171,7 @@ class Agreement:
 
     Args:
         config: of generation; ``mismatch_samples`` completions of a batch are compared, every ``mismatch_steps``
-            batches ("auto" has to be resolved before, and stands for 1).
+            batches.
         params: how the engine samples.
         dtype: of the engine's weights.
         autocast: type that the learner computes in; None for that of its weights.
@@ -242,7 +189,7 @@ class Agreement:
         staleness: int = 0,
     ) -> None:
         self.config, self.params, self.autocast = config, params, autocast
-        self.comparisons = Comparisons(1 if config.mismatch_steps == "auto" else config.mismatch_steps, staleness)
+        self.comparisons = Comparisons(config.mismatch_steps, staleness)
         self.parallel = parallel
         kinds = [dtype, autocast or torch.float32]
         if torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest":

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.distributed.collectives import WHOLE, ContextGroup, Ranks
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.generation.audit import steps_of
 from async_rlhf.generation.inline import PolicyEngine, make_inline
 from async_rlhf.generation.placement import check_engine, check_gpus, check_memory, threads_side_by_side
 from async_rlhf.generation.process import ProcessGenerator
@@ -52,9 +51,7 @@ def check_launch(config: OnlineConfig, ranks: Ranks, learner: torch.device) -> N
         connect(config)
 
 
-def make_generator(
-    config: OnlineConfig, engine: PolicyEngine, trace: Trace, threads: int | None, trained_per_prompt: int = 1
-) -> Generator:
+def make_generator(config: OnlineConfig, engine: PolicyEngine, trace: Trace, threads: int | None) -> Generator:
     """Make the generator.
 
     Rank 0 has the actors, processes and servers; the other ranks' generators only take part where all are needed.
@@ -64,11 +61,9 @@ def make_generator(
         engine: samples from the learner's own policy; used for inline generation, unless another engine is.
         trace: records generation.
         threads: CPU threads of each generator process.
-        trained_per_prompt: completions of each prompt that the algorithm trains on.
     """
     policy, params, parallel = engine.model, engine.params, engine.parallel
-    steps = steps_of(config, trained_per_prompt, parallel.ranks.count, parallel.device_of(policy))
-    config = replace(config, generation=replace(config.generation, num_threads=threads, mismatch_steps=steps))
+    config = replace(config, generation=replace(config.generation, num_threads=threads))
     if config.placement == "inline":
         return make_inline(config, engine, trace)
     if not parallel.ranks.is_main:

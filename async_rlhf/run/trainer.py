@@ -321,8 +321,7 @@ def train(run: Run) -> OnlineTrainerState:
         if run.hold is not None:
             stack.enter_context(run.hold.alone())
         trace = stack.enter_context(closing(Trace()))
-        rows = run.algorithm.rows_per_prompt(run.config)
-        generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads, rows)))
+        generator = stack.enter_context(closing(make_generator(run.config, run.engine, trace, threads)))
         if run.resumed is not None:
             generator.agreement.restore(run.resumed.values["agreement"])
         stack.enter_context(run.scorer.started(trace))

@@ -15,15 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from async_rlhf.config import GenerationConfig, LoRAConfig
 from async_rlhf.generation import audit
-from async_rlhf.generation.audit import Agreement, Comparisons, Noise, rows_of_batch, share, steps_for
+from async_rlhf.generation.audit import Agreement, Comparisons, Noise, rows_of_batch
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
 from async_rlhf.models.adapters import add_adapters
 from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.weights import iterate_weights, named_weights
 from async_rlhf.run.trainer import OnlineTrainer
-from async_rlhf.studies.plan.config import HardwareConfig, ModelSizeConfig
-from async_rlhf.studies.plan.roofline import Batch, Roofline
 from async_rlhf.types import Group, Prompt
 
 PROMPTS = [Prompt(i, i, tuple(range(1, 3 + i))) for i in range(5)]
@@ -238,26 +236,6 @@ def test_low_precision_may_differ_more():
     assert Agreement(config, PARAMS, torch.float32, torch.bfloat16).noise.most == limits[2]
 
 
-@pytest.mark.parametrize("rows", [8, 64, 1024, 16_384])
-@pytest.mark.parametrize("ranks", [1, 8, 256])
-@pytest.mark.parametrize("parameters", [1.3e6, 1e9, 8e9, 70e9])
-def test_by_the_planner_comparing_takes_less_than_half_a_percent_of_a_batch(rows, ranks, parameters):
-    """At every size; and one batch less between two comparisons would be too many for an update at the speed that is
-    assumed where they are chosen: its arithmetic alone, on one rank.
-    """
-    prompt, response = 200, 1000
-    batch = Batch(rows, 1, prompt, response, response, 1, 1, 1, prompt, 8, 64)
-    model = ModelSizeConfig(parameters, 32, 1024, reference_parameters=0, reward_parameters=0, recompute=False)
-    seconds = Roofline(HardwareConfig(), model, batch).learn_seconds(ranks)
-    forward = 2 * parameters * 8 * (prompt + response) / (989e12 * 0.5)
-    loading = 2.0 * parameters / (10e9)
-    steps = steps_for(share(rows, 8, prompt + response, ranks, 2.0, "cuda"))
-    assert (forward + loading) / steps <= audit.MOST * seconds
-    if ranks == 1:
-        update = 6 * parameters * rows * (prompt + response) / (989e12 * 0.4)
-        assert steps == 1 or (forward + loading) / (steps - 1) > audit.MOST * update
-
-
 @pytest.mark.parametrize("steps", [1, 3, 7])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_first_batches_are_compared_and_then_every_nth(steps, staleness):
@@ -269,23 +247,6 @@ def test_the_first_batches_are_compared_and_then_every_nth(steps, staleness):
     assert [compared.number(batch) for batch in batches] == list(range(1, len(batches) + 1))
     looked_at = {row for batch in batches for row in rows_of_batch(compared.number(batch), 96, 8)}
     assert looked_at == set(range(96)) or len(batches) < 12
-
-
-def test_the_configuration_decides_or_its_sizes_do(make_args):
-    def steps(ranks=1, on_gpu=True, samples=8, **changes):
-        generation = {"placement": "process", "mismatch_samples": samples, **changes.pop("generation", {})}
-        args = make_args(generation=generation, num_mini_batches=1, **{"per_device_train_batch_size": 512, **changes})
-        return audit.steps_of(args, 2, ranks, torch.device("cuda" if on_gpu else "cpu"))
-
-    assert steps(generation={"mismatch_steps": 7}, total_episodes=5120) == 7
-    large = {"staleness": 1, "total_episodes": 5120}
-    assert steps(**large, on_gpu=False) == steps_for(share(1024, 8, 44, 1, 4.0, "cpu"))
-    assert steps(**large) == steps_for(share(1024, 8, 44, 1, 4.0, "cuda"))
-    assert steps(**large, ranks=8) > steps(**large)
-    assert steps(**large, generation={"dtype": "bfloat16"}) == steps_for(share(1024, 8, 44, 1, 2.0, "cuda"))
-    synchronous = {"staleness": 0, "total_episodes": 5120}
-    assert steps(**synchronous) == steps_for(share(1024, 8, 44, 1, 0.0, "cuda"))
-    assert steps(**synchronous, generation={"placement": "inline"}) == steps(**synchronous)
 
 
 @pytest.mark.parametrize(("staleness", "dtype", "loads"), [(0, "float32", 0), (0, "bfloat16", 2), (1, "float32", 1)])
