@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import time
-from asyncio import Semaphore
+from asyncio import Semaphore, sleep
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -30,6 +30,8 @@ from async_rlhf.types import Prompt, RouteShape, Sample
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 """No limit for sampling: the generator has its own."""
+_ENDING_SECONDS, _LOOK_SECONDS = 3.0, 0.25
+"""How long a server that has answered with an error is looked at, and how often."""
 _ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -154,6 +156,16 @@ class ServerClient:
         """Resume the paused requests."""
         await self._post("/resume")
 
+    async def _ends(self) -> bool:
+        """Whether the server is about to end: one whose engine has died answers with errors for a while before that,
+        and says that it is well for a moment.
+        """
+        for _ in range(round(_ENDING_SECONDS / _LOOK_SECONDS)):
+            if not (await self._http.get("/health")).is_success:
+                return True
+            await sleep(_LOOK_SECONDS)
+        return False
+
     async def _post(self, path: str, **options: Any) -> Any:
         return await self._request("POST", path, **options)
 
@@ -162,11 +174,10 @@ class ServerClient:
             answer = await self._http.request(method, path, **options)
             if answer.is_success:
                 return parse(answer.content)
-            # A server whose engine has died answers with errors for a while before it ends.
-            dying = answer.status_code >= 500 and not (await self._http.get("/health")).is_success
+            ends = answer.status_code >= 500 and await self._ends()
         except (httpx.TransportError, ValueError) as error:
             raise ServerGoneError(f"does not answer: {type(error).__name__} {error}".rstrip()) from error
-        if dying:
+        if ends:
             raise ServerGoneError(f"is ending: {_reason(answer)}")
         raise GeneratorError(f"{self.url}{path} answered {answer.status_code}: {_reason(answer)}")
 

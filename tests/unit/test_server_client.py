@@ -14,7 +14,7 @@ import pytest
 
 from async_rlhf.generation import server_client
 from async_rlhf.generation.protocol import GeneratorError, SamplingParams
-from async_rlhf.generation.server_client import ServerClient
+from async_rlhf.generation.server_client import ServerClient, ServerGoneError
 from async_rlhf.types import Prompt, RouteShape
 
 PROMPTS = 300
@@ -38,6 +38,8 @@ class SlowServer:
     def __init__(self) -> None:
         self.answer = json.dumps(ANSWER)
         self.done, self.under_way, self.most, self.connections = asyncio.Event(), 0, 0, 0
+        self.well: int | None = None
+        """How often it still says that it is well, while it answers with errors."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -52,7 +54,11 @@ class SlowServer:
                 await self.done.wait()
                 self.under_way -= 1
             body = (self.answer if "generate" in lines[0] else json.dumps(answer)).encode()
-            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            status = "200 OK"
+            if self.well is not None:
+                status = "200 OK" if "health" in lines[0] and self.well > 0 else "500 Error"
+                self.well -= "health" in lines[0]
+            writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             await writer.drain()
         writer.close()
 
@@ -107,6 +113,21 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
                 assert slow.connections == connections
 
     asyncio.run(run())
+
+
+def test_a_server_whose_engine_has_died_may_say_for_a_moment_that_it_is_well(monkeypatch):
+    """Then its requests are given to others. One that stays well has an error of its own, which ends the run."""
+    monkeypatch.setattr(server_client, "_LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(server_client, "_ENDING_SECONDS", 0.3)
+
+    async def run(well: int) -> None:
+        async with serving() as (slow, client):
+            slow.well = well
+            await client.weight_version()
+
+    for well, error in ((0, ServerGoneError), (3, ServerGoneError), (1000, GeneratorError)):
+        with pytest.raises(error):
+            asyncio.run(run(well))
 
 
 def of_two(**changes) -> dict:
