@@ -34,11 +34,11 @@ def start_ranks(config: OnRanksConfig, command: str = "train") -> Ranks:
         device = device_of_host("device", config.device)
         if device.type == "cuda" and device.index:
             torch.cuda.set_device(device)  # as ranks do: what asks for no GPU by name then leaves the first one alone
-    right = f"must be {launched}, the processes that were launched, or left out"
+    rule = f"must be {launched}, the processes that were launched, or left out"
     if launched == 1:
-        right = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
-        right += f" {config.parallel.ranks} -m async_rlhf.cli {command} ..."
-    require(config.parallel.ranks == launched, "parallel.ranks", config.parallel.ranks, right)
+        rule = "start the command with torchrun or accelerate launch, such as: torchrun --nproc-per-node"
+        rule += f" {config.parallel.ranks} -m async_rlhf.cli {command} ..."
+    require(config.parallel.ranks == launched, "parallel.ranks", config.parallel.ranks, rule)
     if launched == 1:
         if config.parallel.strategy not in ("auto", "ddp"):
             logger.warning(
@@ -49,11 +49,11 @@ def start_ranks(config: OnRanksConfig, command: str = "train") -> Ranks:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     local, on_host = int(os.environ.get("LOCAL_RANK", 0)), launched_on_host()
     if uses_gpu(config):
-        right = "the variable LOCAL_RANK must say which GPU of its host a rank takes"
-        require("LOCAL_RANK" in os.environ, "device", config.device, right)
+        rule = "the variable LOCAL_RANK must say which GPU of its host a rank takes"
+        require("LOCAL_RANK" in os.environ, "device", config.device, rule)
         gpus = torch.cuda.device_count()
-        right = f"host {os.uname().nodename} has {gpus} GPUs for {on_host} ranks"
-        require(gpus == 1 or gpus >= on_host, "device", config.device, right)
+        rule = f"host {os.uname().nodename} has {gpus} GPUs for {on_host} ranks"
+        require(gpus == 1 or gpus >= on_host, "device", config.device, rule)
         torch.cuda.set_device(_gpu_of(local))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if uses_gpu(config) else "cpu:gloo"
@@ -76,8 +76,8 @@ def device_of_host(key: str, name: str) -> torch.device:
     """
     device = torch.device(name)
     count = 1 if device.type == "cpu" else getattr(torch, device.type).device_count()
-    right = f"must be a device of this host, where torch sees {count} of type {device.type!r}"
-    require((device.index or 0) < count, key, name, right)
+    rule = f"must be a device of this host, where torch sees {count} of type {device.type!r}"
+    require((device.index or 0) < count, key, name, rule)
     return device
 
 
@@ -99,8 +99,8 @@ def check_own_gpus(gpus: Sequence[tuple[str, str]]) -> None:
     """
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
-        right = "must be a GPU for each rank: show every rank all GPUs of its host, or only its own"
-        require(first == rank, "device", f"the same GPU of host {gpu[0]} for ranks {first} and {rank}", right)
+        rule = "must be a GPU for each rank: show every rank all GPUs of its host, or only its own"
+        require(first == rank, "device", f"the same GPU of host {gpu[0]} for ranks {first} and {rank}", rule)
 
 
 def uses_gpu(config: OnRanksConfig) -> bool:

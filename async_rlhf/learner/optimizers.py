@@ -32,8 +32,8 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, parall
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = {id(parameter) for parameter in trainable(model)}
-    right = f"must have exactly the {len(trained)} that are trained, of the policy, a value model or adapters"
-    require(held == trained, "optimizers", f"{type(optimizer).__name__} of {len(held)} parameters", right)
+    rule = f"must have exactly the {len(trained)} that are trained, of the policy, a value model or adapters"
+    require(held == trained, "optimizers", f"{type(optimizer).__name__} of {len(held)} parameters", rule)
     return optimizer
 
 
@@ -46,8 +46,8 @@ def require_optimizer(config: OnlineConfig, parallel: Parallel, own: torch.optim
     name = config.optimizer
     require(name == "adamw" or own is None, "optimizer", name, "must be left out with an optimiser in optimizers")
     require_bitsandbytes(name if name.endswith("_8bit") else None, "optimizer")
-    right = 'must be "adamw" but on one rank or with parallel.strategy "ddp"'
-    require(name == "adamw" or parallel.takes_optimizers, "optimizer", name, right)
+    rule = 'must be "adamw" but on one rank or with parallel.strategy "ddp"'
+    require(name == "adamw" or parallel.takes_optimizers, "optimizer", name, rule)
 
 
 def make_optimizer(config: OnlineConfig, groups: Groups, inside: Sequence[nn.Module]) -> torch.optim.Optimizer:
@@ -95,12 +95,12 @@ def _muon(groups: Groups, rate: float, adam: dict[str, Any], inside: set[int]) -
     matrices, others = part(of_muon=True), part(of_muon=False)
     require(bool(matrices), "optimizer", "muon", 'must be "adamw" where no matrix of the model\'s blocks is trained')
     decay = adam["weight_decay"]
-    found: list[torch.optim.Optimizer] = [
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     ]
     if others:
-        found.append(torch.optim.AdamW(others, lr=rate, **adam))
-    return Together(found)
+        optimizers.append(torch.optim.AdamW(others, lr=rate, **adam))
+    return Together(optimizers)
 
 
 class Together(torch.optim.Optimizer):

@@ -44,8 +44,8 @@ class Reference:
         self.model: PreTrainedModel | None = None
         """The fixed model; None where the policy takes its place, and on ranks that do not compute with it."""
         if is_separate:
-            own = copy.deepcopy(policy) if model is None else disable_dropout(model)
-            self.model = own.requires_grad_(False).eval()
+            separate = copy.deepcopy(policy) if model is None else disable_dropout(model)
+            self.model = separate.requires_grad_(False).eval()
         self.is_apart = apart and is_separate
         self.at_hand: AbstractContextManager[object] = nullcontext()
         """What to enter while it computes."""

@@ -241,9 +241,9 @@ def write_adapter(config: Any, parameters: Mapping[str, Tensor], folder: Path) -
 def save_adapters(model: PreTrainedModel, parameters: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapters as peft does, for ``peft.PeftModel.from_pretrained``; all but "default" in subfolders."""
     for name, config in model.peft_config.items():
-        place = folder if name == "default" else folder / name
-        place.mkdir(parents=True, exist_ok=True)
-        write_adapter(config, {key: tensor for key, tensor in parameters.items() if f".{name}." in key}, place)
+        subfolder = folder if name == "default" else folder / name
+        subfolder.mkdir(parents=True, exist_ok=True)
+        write_adapter(config, {key: tensor for key, tensor in parameters.items() if f".{name}." in key}, subfolder)
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

@@ -214,12 +214,12 @@ def with_sizes(
             continue
         with_gradient, left = name == "max_tokens_per_pass", room - _held(trained, frozen, config, parallel)
         passes = PassMemory.of(trained, config, parallel, with_gradient)
-        found = [passes.tokens(left)]
+        limits = [passes.tokens(left)]
         if not with_gradient:
-            found += [_judged(judge, config, parallel).tokens(left)] if judge is not None else []
+            limits += [_judged(judge, config, parallel).tokens(left)] if judge is not None else []
             free = ((model, torch.cuda.mem_get_info(model.device)[0]) for model in apart)
-            found += [_judged(model, config, ALONE).tokens(USED * bytes_there) for model, bytes_there in free]
-        tokens: Any = min(parallel.ranks.gather(name, min(found)))
+            limits += [_judged(model, config, ALONE).tokens(USED * bytes_there) for model, bytes_there in free]
+        tokens: Any = min(parallel.ranks.gather(name, min(limits)))
         what = "%s: %d tokens a pass, which takes %.1f GB of the %.1f GB that are left on %s"
         logger.info(what, name, tokens, passes.bytes(tokens) / 1e9, left / 1e9, device)
         config = replace(config, **{name: tokens})

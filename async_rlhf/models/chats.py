@@ -65,7 +65,7 @@ FAILURES = (TemplateError, TypeError, KeyError, IndexError, ValueError, Attribut
 def is_chat(value: Any) -> bool:
     """Whether a column's value is a list of messages."""
     messages = isinstance(value, (list, tuple)) and len(value) > 0
-    return messages and all(isinstance(one, Mapping) and "role" in one for one in value)
+    return messages and all(isinstance(message, Mapping) and "role" in message for message in value)
 
 
 def is_begun(messages: Sequence[Message]) -> bool:
@@ -87,60 +87,60 @@ def setting_of(row: Mapping[str, Any], prompt: Any) -> dict[str, Any]:
     return {name: row[name] for name in ROW_SETTING if row.get(name)} if is_chat(prompt) else {}
 
 
-def as_messages(value: Iterable[Mapping[str, Any]], place: str) -> list[Message]:
+def as_messages(value: Iterable[Mapping[str, Any]], label: str) -> list[Message]:
     """Messages in one form, whatever form a file or a client gave them: content is text, arguments of calls are
     mappings, reasoning is `reasoning_content`, and what is null is left out.
 
     Raises:
         ConfigError: a message is none, or has content that is not text.
     """
-    return [_as_message(message, f"{place}: message {number}") for number, message in enumerate(value, start=1)]
+    return [_as_message(message, f"{label}: message {number}") for number, message in enumerate(value, start=1)]
 
 
-def _as_message(message: Any, place: str) -> Message:
+def _as_message(message: Any, label: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ConfigError(f"{place} is {message!r:.80}; must be a mapping with role and content")
+        raise ConfigError(f"{label} is {message!r:.80}; must be a mapping with role and content")
     rest = {name: value for name, value in message.items() if value is not None}
-    calls = _loaded(rest.pop("tool_calls", None) or (), f"{place}: tool_calls")
+    calls = _loaded(rest.pop("tool_calls", None) or (), f"{label}: tool_calls")
     if not isinstance(calls, (list, tuple)):
-        raise ConfigError(f"{place}: tool_calls is {calls!r:.80}; must be a list of calls")
-    calls = [_as_call(call, place) for call in calls]
+        raise ConfigError(f"{label}: tool_calls is {calls!r:.80}; must be a list of calls")
+    calls = [_as_call(call, label) for call in calls]
     named = next((name for name in _THOUGHT_NAMES if rest.get(name)), None)
-    before = "".join(_as_text(rest[named], f"{place}: {named}")) if named is not None else ""
-    content, within = _as_text(rest.pop("content", ""), f"{place} ({message['role']}): content")
+    before = "".join(_as_text(rest[named], f"{label}: {named}")) if named is not None else ""
+    content, within = _as_text(rest.pop("content", ""), f"{label} ({message['role']}): content")
     thought = before or within
     if message.get("content") is None and not (calls or thought):
-        raise ConfigError(f"{place} ({message['role']}) has no content; must have text")
+        raise ConfigError(f"{label} ({message['role']}) has no content; must have text")
     plain = {name: value for name, value in rest.items() if name not in _THOUGHT_NAMES} | {"content": content}
     plain |= {"reasoning_content": thought} if thought else {}
     plain |= {"tool_calls": calls} if calls else {}
     try:
         text = json.dumps(plain, ensure_ascii=False, default=str)
     except (ValueError, RecursionError) as error:  # too many digits, too deep, or a list within itself
-        raise ConfigError(f"{place} ({message['role']}) has a value that cannot be written: {error}") from error
-    require_unicode(text, f"{place} ({message['role']})")
+        raise ConfigError(f"{label} ({message['role']}) has a value that cannot be written: {error}") from error
+    require_unicode(text, f"{label} ({message['role']})")
     return plain
 
 
-def _as_text(content: Any, place: str) -> tuple[str, str]:
+def _as_text(content: Any, label: str) -> tuple[str, str]:
     """The text of a message, and the reasoning among its parts."""
     parts = [content] if isinstance(content, (str, Mapping)) else content
     if not isinstance(parts, (list, tuple)):
-        raise ConfigError(f"{place} is {content!r:.80}; must be text, or a list of parts of text")
+        raise ConfigError(f"{label} is {content!r:.80}; must be text, or a list of parts of text")
     text, thought = "", ""
     for part in parts:
         mapping = part if isinstance(part, Mapping) else {"text": part}
         kind = mapping.get("type")
         thinks = kind in ("thinking", "reasoning")
-        found = next((mapping[name] for name in (kind, "text") if mapping.get(name) is not None), None)
-        if not isinstance(found, str) or not (thinks or kind in _TEXTS):
-            right = "must be text: only text is trained on"
-            raise ConfigError(f"{place} has a part {kind or type(part).__name__!r}; {right}")
-        text, thought = (text, thought + found) if thinks else (text + found, thought)
+        content_text = next((mapping[name] for name in (kind, "text") if mapping.get(name) is not None), None)
+        if not isinstance(content_text, str) or not (thinks or kind in _TEXTS):
+            rule = "must be text: only text is trained on"
+            raise ConfigError(f"{label} has a part {kind or type(part).__name__!r}; {rule}")
+        text, thought = (text, thought + content_text) if thinks else (text + content_text, thought)
     return text, thought
 
 
-def require_unicode(text: str, place: str) -> None:
+def require_unicode(text: str, label: str) -> None:
     """Require text that can be encoded.
 
     Raises:
@@ -150,22 +150,22 @@ def require_unicode(text: str, place: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"character {text[error.start]!r} after {text[max(0, error.start - 40) : error.start]!r}"
-        right = "must be Unicode text, without half characters (surrogates)"
-        raise ConfigError(f"{place} has the {half}; {right}") from error
+        rule = "must be Unicode text, without half characters (surrogates)"
+        raise ConfigError(f"{label} has the {half}; {rule}") from error
 
 
-def _as_call(call: Any, place: str) -> dict[str, Any]:
+def _as_call(call: Any, label: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, 0)
     if isinstance(arguments, str):
         try:
             arguments = from_json(arguments or "{}")
         except ValueError as error:
-            raise ConfigError(f"{place}: arguments of the call {name!r} are no JSON: {error}") from error
+            raise ConfigError(f"{label}: arguments of the call {name!r} are no JSON: {error}") from error
     arguments = {} if arguments is None else arguments
     if not (isinstance(name, str) and isinstance(arguments, Mapping)):
-        right = 'must be {"function": {"name": "...", "arguments": {...}}}'
-        raise ConfigError(f"{place}: a tool call is {call!r:.80}; {right}")
+        rule = 'must be {"function": {"name": "...", "arguments": {...}}}'
+        raise ConfigError(f"{label}: a tool call is {call!r:.80}; {rule}")
     rest = {key: call[key] for key in ("id",) if call.get(key) is not None}
     return {**rest, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
@@ -194,7 +194,7 @@ class Setting:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as `enable_thinking`."""
 
-    def of_row(self, row: Mapping[str, Any], place: str) -> Setting:
+    def of_row(self, row: Mapping[str, Any], label: str) -> Setting:
         """With the row's `tools` and `chat_template_kwargs`.
 
         Raises:
@@ -203,39 +203,40 @@ class Setting:
         tools, arguments = map(row.get, ROW_SETTING)
         if not tools and not arguments:
             return self
-        found = _loaded(tools, f"{place}: `tools`") or ()
-        named = _loaded(arguments, f"{place}: `chat_template_kwargs`") or {}
-        if not (isinstance(found, (list, tuple)) and all(map(_is_schema, found))):
-            raise ConfigError(f"{place}: `tools` is {tools!r:.80}; must be a list of the schemas of functions")
+        schemas = _loaded(tools, f"{label}: `tools`") or ()
+        named = _loaded(arguments, f"{label}: `chat_template_kwargs`") or {}
+        if not (isinstance(schemas, (list, tuple)) and all(map(_is_schema, schemas))):
+            raise ConfigError(f"{label}: `tools` is {tools!r:.80}; must be a list of the schemas of functions")
         if not isinstance(named, Mapping):
-            right = 'must be a mapping, such as {"enable_thinking": false}'
-            raise ConfigError(f"{place}: `chat_template_kwargs` is {arguments!r:.80}; {right}")
+            rule = 'must be a mapping, such as {"enable_thinking": false}'
+            raise ConfigError(f"{label}: `chat_template_kwargs` is {arguments!r:.80}; {rule}")
         chosen = {name: value for name, value in named.items() if value is not None}
         if taken := sorted(_TAKEN & {*chosen}):
-            right = "the template gets these from the row's own columns, or from the command"
-            raise ConfigError(f"{place}: `chat_template_kwargs` has {', '.join(taken)}; must not: {right}")
-        return Setting([*self.tools, *found], {**self.arguments, **chosen})
+            rule = "the template gets these from the row's own columns, or from the command"
+            raise ConfigError(f"{label}: `chat_template_kwargs` has {', '.join(taken)}; must not: {rule}")
+        return Setting([*self.tools, *schemas], {**self.arguments, **chosen})
 
 
 def _is_schema(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("function", value), Mapping)
 
 
-def _loaded(value: Any, place: str) -> Any:
+def _loaded(value: Any, label: str) -> Any:
     """Parquet and CSV have schemas as text."""
     if not isinstance(value, str):
         return value
     try:
         return from_json(value)
     except ValueError as error:
-        raise ConfigError(f"{place} is {value!r:.80}; must be JSON: {error}") from error
+        raise ConfigError(f"{label} is {value!r:.80}; must be JSON: {error}") from error
 
 
 def unpadded(value: Any) -> Any:
     """A column of Arrow without the nulls of its calls and schemas: it gives each of them the keys of all."""
     if is_chat(value):
         return [
-            {**one, "tool_calls": _without_nulls(one["tool_calls"])} if one.get("tool_calls") else one for one in value
+            {**message, "tool_calls": _without_nulls(message["tool_calls"])} if message.get("tool_calls") else message
+            for message in value
         ]
     return _without_nulls(value) if isinstance(value, (list, tuple)) and all(map(_is_schema, value)) else value
 
@@ -298,9 +299,9 @@ class ChatTemplate:
             _keep(self._others, name, other)
         return self._others[name]
 
-    def of_row(self, row: Mapping[str, Any], place: str) -> ChatTemplate:
+    def of_row(self, row: Mapping[str, Any], label: str) -> ChatTemplate:
         """The same with the row's own setting."""
-        return self.with_setting(self.setting.of_row(row, place))
+        return self.with_setting(self.setting.of_row(row, label))
 
     @property
     def name(self) -> str:
@@ -324,10 +325,12 @@ class ChatTemplate:
         if not is_begun(messages):
             return self._write(messages, True)
         *before, begun = messages
-        place = "content" if begun["content"] or not begun.get("reasoning_content") else "reasoning_content"
-        text, found, _ = self._write([*before, {**begun, place: f"{begun[place]}{_MARK}"}], False).partition(_MARK)
-        if not found:
-            raise ConfigError(f"the chat template leaves out what an answer begins with ({place})")
+        field_name = "content" if begun["content"] or not begun.get("reasoning_content") else "reasoning_content"
+        text, mark, _ = self._write([*before, {**begun, field_name: f"{begun[field_name]}{_MARK}"}], False).partition(
+            _MARK
+        )
+        if not mark:
+            raise ConfigError(f"the chat template leaves out what an answer begins with ({field_name})")
         return text
 
     @_named
@@ -375,8 +378,8 @@ class ChatTemplate:
         if self._closing and rest.endswith(self._closing):
             return rest.removesuffix(self._closing) + self.lead
         end = self.tokenizer.decode([self.end_of_calls if called else self.end])
-        ended, found, after = rest.rpartition(end)
-        return ended if found and not after.strip() else rest
+        ended, ending, after = rest.rpartition(end)
+        return ended if ending and not after.strip() else rest
 
     def between(self, messages: Sequence[Message], stop: int) -> str:
         """The text between an answer, which the token ``stop`` ended, and the next one, with messages that are read.
@@ -387,12 +390,12 @@ class ChatTemplate:
         known = json.dumps([dict(message) for message in messages], default=str), stop
         if known not in self._texts:
             try:
-                found = self._text_between(_with_ids(messages), stop)
+                text = self._text_between(_with_ids(messages), stop)
             except ConfigError:  # perhaps of an id that the policy made up, where the template wants others
                 if all("tool_call_id" not in message for message in messages):
                     raise
-                found = self._text_between(_with_ids(messages, anew=True), stop)
-            _keep(self._texts, known, found)
+                text = self._text_between(_with_ids(messages, anew=True), stop)
+            _keep(self._texts, known, text)
         return self._texts[known]
 
     @_named
@@ -510,8 +513,8 @@ class ChatTemplate:
     def _specials_at(self, text: str) -> list[str]:
         """The special tokens with which a text begins, up to the first other text."""
         run: list[str] = []
-        while (found := self._special.match(text)) is not None:
-            run, text = [*run, found[0]], text[found.end() :]
+        while (match := self._special.match(text)) is not None:
+            run, text = [*run, match[0]], text[match.end() :]
         return run
 
     def _first_special(self, text: str) -> str:
@@ -584,8 +587,8 @@ class ChatTemplate:
         if lacks == ["schemas of tools"]:
             self._warn("does not write the schemas of tools: say in a system message which there are")
         elif lacks:
-            right = "leave them out, or give a tokenizer whose chat_template writes them"
-            raise ConfigError(f"the chat template cannot write {' and '.join(lacks)}{self._why(messages)}; {right}")
+            rule = "leave them out, or give a tokenizer whose chat_template writes them"
+            raise ConfigError(f"the chat template cannot write {' and '.join(lacks)}{self._why(messages)}; {rule}")
 
     def _why(self, messages: Sequence[Message]) -> str:
         """What the template itself says of messages that it refuses."""
@@ -625,7 +628,7 @@ class ChatTemplate:
             form = form._replace(as_parts=True)
         called = [_ASKED, self._marked([{"role": "tool", "content": ""}])]
         forms = [form._replace(as_json=json_, empty=empty) for json_ in (False, True) for empty in ("", None)]
-        form = next((one for one in forms if wrote(called, one, _MARK)), form)
+        form = next((candidate for candidate in forms if wrote(called, candidate, _MARK)), form)
         thought: Message = {"role": "assistant", "content": "It is so.", "reasoning_content": _MARK}
         forms = [form._replace(thought=name) for name in _THOUGHT_NAMES]
         return next((one for one in forms if wrote([_ASKED, thought], one, _MARK)), form)
@@ -670,11 +673,11 @@ def _with_ids(messages: Sequence[Message], anew: bool = False) -> list[Message]:
     """The messages, those of tools with the ids of the calls that they answer."""
     numbers = count()
     return [
-        {**message, "tool_call_id": own if own and not anew else _ID.format(next(numbers))}
+        {**message, "tool_call_id": call_id if call_id and not anew else _ID.format(next(numbers))}
         if message["role"] == "tool"
         else message
         for message in messages
-        for own in [message.get("tool_call_id")]
+        for call_id in [message.get("tool_call_id")]
     ]
 
 
@@ -695,8 +698,8 @@ def _common(first: str, second: str) -> str:
 
 
 def _after_mark(text: str) -> str:
-    _, found, after = text.rpartition(_MARK)
-    if not found:
+    _, mark, after = text.rpartition(_MARK)
+    if not mark:
         raise ValueError("the chat template does not write answers")
     return after
 
@@ -710,8 +713,8 @@ def family(name: str, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str
     try:
         from renderers import config_from_name, create_renderer
     except ImportError as error:
-        right = "needs the package renderers: pip install 'async-rlhf[renderers]'"
-        raise ConfigError(f"chat.renderer: got {name!r}; {right}") from error
+        rule = "needs the package renderers: pip install 'async-rlhf[renderers]'"
+        raise ConfigError(f"chat.renderer: got {name!r}; {rule}") from error
     try:
         return create_renderer(tokenizer, config_from_name(name), chat_template_kwargs=dict(arguments) or None)
     except Exception as error:  # of any kind: each family checks what it needs of a tokenizer

@@ -49,7 +49,7 @@ def shared_room(models: Mapping[str, Model], wanted: int, prompt: int | None, tr
         trust: whether Python code that comes with a model may be run.
     """
     configs = [config_of(name, model, trust) for name, model in models.items()]
-    known = [positions for one in configs if one is not None and (positions := _positions(one)[0]) is not None]
+    known = [positions for config in configs if config is not None and (positions := _positions(config)[0]) is not None]
     if not known:
         return prompt or PROMPT_CAP, wanted
     prompt = prompt or min(PROMPT_CAP, max(1, min(known) // 2))
@@ -85,8 +85,8 @@ def prompt_cap(models: Mapping[str, Model], key: str, response_length: int, trus
         config = config_of(name, model, trust)
         positions, why = (None, "") if config is None else _positions(config)
         if positions is not None:
-            right = f"must be below {positions}, the positions of {name}{why}, to leave room for a prompt"
-            require(response_length < positions, key, response_length, right)
+            rule = f"must be below {positions}, the positions of {name}{why}, to leave room for a prompt"
+            require(response_length < positions, key, response_length, rule)
             cap = min(cap, positions - response_length)
     return cap
 

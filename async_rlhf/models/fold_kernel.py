@@ -31,7 +31,7 @@ def fold_words(words_N: Tensor, keys: tuple[int, int], factors: tuple[int, int])
 @triton.jit(do_not_specialize=["count"])  # one kernel for all tensors
 def _fold(
     words: tl.tensor,
-    found: tl.tensor,
+    totals: tl.tensor,
     count: tl.int64,  # it may be above 2^31
     KEY_0: tl.constexpr,
     KEY_1: tl.constexpr,
@@ -47,8 +47,8 @@ def _fold(
         mixed = _mixed(tl.load(words + offsets, mask=offsets < count, other=0), FACTOR_0, FACTOR_1)  # 0 adds 0
         sums_0 += mixed * (_mixed((offsets + 1) * KEY_0, FACTOR_0, FACTOR_1) | 1)
         sums_1 += mixed * (_mixed((offsets + 1) * KEY_1, FACTOR_0, FACTOR_1) | 1)
-    tl.atomic_add(found, tl.sum(sums_0))
-    tl.atomic_add(found + 1, tl.sum(sums_1))
+    tl.atomic_add(totals, tl.sum(sums_0))
+    tl.atomic_add(totals + 1, tl.sum(sums_1))
 
 
 @triton.jit

@@ -45,10 +45,10 @@ def walk(texts: Sequence[np.ndarray], least: int = LEAST) -> tuple[list[int], li
     return order, [0, *(n if n >= least else 0 for n in alike)][: len(order)]
 
 
-def _alike(one: np.ndarray, other: np.ndarray) -> int:
+def _alike(first: np.ndarray, other: np.ndarray) -> int:
     """How many first elements are equal."""
-    shorter = min(len(one), len(other))
-    (different,) = np.nonzero(one[:shorter] != other[:shorter])
+    shorter = min(len(first), len(other))
+    (different,) = np.nonzero(first[:shorter] != other[:shorter])
     return int(different[0]) if len(different) else shorter
 
 
@@ -91,13 +91,13 @@ def grown(lengths: Iterable[int], alike: Iterable[int]) -> tuple[list[Branch], l
 
 def _first(path: list[Range], count: int) -> list[Range]:
     """The first tokens of a path."""
-    found = list[Range]()
+    ranges = list[Range]()
     for start, stop in path:
         if count <= 0:
             break
-        found.append((start, min(stop, start + count)))
+        ranges.append((start, min(stop, start + count)))
         count -= stop - start
-    return found
+    return ranges
 
 
 class Call(NamedTuple):
@@ -184,19 +184,19 @@ class Forest:
         """Of attention, for all branches: short ones that follow one another share a call."""
         calls = list[Call]()
         for branch in self.branches:
-            one = Call(branch.length, branch.before, (branch,))
-            both = calls[-1].joined(one) if calls else one
-            if calls and both.cost <= calls[-1].cost + one.cost:
+            call = Call(branch.length, branch.before, (branch,))
+            both = calls[-1].joined(call) if calls else call
+            if calls and both.cost <= calls[-1].cost + call.cost:
                 calls[-1] = both
             else:
-                calls.append(one)
+                calls.append(call)
         return calls
 
     @cached_property
     def cuts(self) -> list[int]:
         """Where the sequence is cut into pieces, of which what calls attend to outside themselves consists."""
         end = self.branches[-1].start + self.branches[-1].length
-        return sorted({0, end, *(place for call in self.calls for r in call.outside for place in r)})
+        return sorted({0, end, *(bound for call in self.calls for r in call.outside for bound in r)})
 
     def pieces(self, call: Call) -> list[int]:
         """Numbers of those pieces that a call attends to outside itself."""
@@ -232,11 +232,11 @@ def _seen(call: Call, window: int | None) -> Tensor | None:
     firsts = sorted(columns)
     for branch in call.branches:
         rows, position = slice(branch.start - start, branch.start - start + branch.length), 0
-        own = torch.arange(branch.position, branch.position + branch.length)[:, None]
+        positions = torch.arange(branch.position, branch.position + branch.length)[:, None]
         for a, b in (*branch.before, (branch.start, branch.start + branch.length)):
             first = firsts[bisect_left(firsts, a + 1) - 1]
             here = slice(columns[first] + a - first, columns[first] + b - first)
-            distance = own - torch.arange(position, position + b - a)
+            distance = positions - torch.arange(position, position + b - a)
             seen[rows, here] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
             position += b - a
     return seen

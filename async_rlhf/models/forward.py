@@ -268,13 +268,13 @@ def _at_ends(
     """(B,): the head's output at the last real token of each row; ``more`` as :func:`laid_out` takes it."""
     rows = laid_out(model, tokens_BT, lengths_B, None, context=context, **more)
     ends_B = torch.arange(len(tokens_BT)) * tokens_BT.shape[1] + lengths_B.cpu() - 1
-    own = rows.has(ends_B)
-    found_N = _scalars(head, states_at(model, rows.inputs, rows.at(ends_B[own])))
-    if isinstance(own, slice):
+    local_B = rows.has(ends_B)
+    found_N = _scalars(head, states_at(model, rows.inputs, rows.at(ends_B[local_B])))
+    if isinstance(local_B, slice):
         return found_N
     # The rank that has the end of a row has computed its number.
-    places_N = moved(own.nonzero().squeeze(1), found_N.device)
-    return context.joined(found_N.new_zeros(own.shape).index_copy(0, places_N, found_N))
+    places_N = moved(local_B.nonzero().squeeze(1), found_N.device)
+    return context.joined(found_N.new_zeros(local_B.shape).index_copy(0, places_N, found_N))
 
 
 def _scalars(head: nn.Linear, hidden_NH: Tensor) -> Tensor:
@@ -421,8 +421,8 @@ def score_in_batches(
     scores_B = torch.zeros(len(unique))
     texts = [[np.asarray(row, dtype=">i4")] for row in unique] if passes.shared else None
     indices = passes.split(torch.tensor([len(row) for row in unique], dtype=torch.long), ranks=ranks, texts=texts)
-    found = score([[unique[i] for i in index.tolist()] for index in indices])
-    for index, scores in zip(indices, found, strict=True):
+    scores_of_passes = score([[unique[i] for i in index.tolist()] for index in indices])
+    for index, scores in zip(indices, scores_of_passes, strict=True):
         scores_B[index] = scores
     return scores_B[torch.tensor([number[name] for name in names], dtype=torch.long)]
 

@@ -117,15 +117,15 @@ Place: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
 
 def _own(modules: Iterable[nn.Module]) -> list[Place]:
     """The modules' own parameters, but those of few bits, which are integers."""
-    found = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
-    return [place for place in found if place[2].is_floating_point()]
+    parameters = [(m._parameters, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+    return [entry for entry in parameters if entry[2].is_floating_point()]
 
 
 def _linear(model: nn.Module, casts: Callable[[nn.Linear | Conv1D], bool]) -> list[Place]:
     """The parameters of linear layers that are cast, and of many experts in one."""
     experts = _own(m for m in model.modules() if not isinstance(m, nn.Conv1d))
     linear = _own(m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and casts(m))
-    return linear + [place for place in experts if place[2].dim() == 3]
+    return linear + [entry for entry in experts if entry[2].dim() == 3]
 
 
 def _hold(places: list[Place], dtype: torch.dtype) -> list[Place]:

@@ -39,12 +39,12 @@ def with_gpu_defaults(config: Config, model: Model | None, device: torch.device,
         return decided(config, has_bf16=False, packs=False, rows_per_unit=rows_per_unit)
     open_ = "on_gpu" in _dependent(config).values()
     packs = open_ and runs_kernel(device) and packs_rows(model, config.trust_remote_code)
-    found = decided(config, has_bf16(device), packs, rows_per_unit)
-    before, after = _dependent(config), _dependent(found)
+    resolved = decided(config, has_bf16(device), packs, rows_per_unit)
+    before, after = _dependent(config), _dependent(resolved)
     changed = ", ".join(f"{name} {json.dumps(after[name])}" for name in after if before[name] != after[name])
     if changed:
         logger.info("%s decides: %s; what you set is left as it is", device, changed)
-    return found
+    return resolved
 
 
 def decided(config: Config, has_bf16: bool, packs: bool, rows_per_unit: int = 1) -> Config:
@@ -57,22 +57,22 @@ def decided(config: Config, has_bf16: bool, packs: bool, rows_per_unit: int = 1)
         rows_per_unit: of the algorithm.
     """
     fp16 = getattr(config, "fp16", False)
-    found = replace(config, bf16=has_bf16 and not fp16) if config.bf16 == "auto" else config
-    if isinstance(found, OnlineConfig):
-        if found.generation.dtype == "auto":
-            apart = found.generation.device == "cpu" or (found.launch == "ray" and found.ray.num_gpus == 0)
-            dtype: Dtype = "bfloat16" if has_bf16 and found.in_bfloat16 and not apart else "float32"
-            found = replace(found, generation=replace(found.generation, dtype=dtype))
-        packs = packs and found.packing is not False and found.attn_implementation in (None, "sdpa")
-        packs = packs and not found.deterministic  # no GPU has shown that the kernel repeats itself
-        training = found.training_limits.rows(found.max_length, rows_per_unit)
-        annotation = found.annotation_limits.rows(found.max_length)
+    resolved = replace(config, bf16=has_bf16 and not fp16) if config.bf16 == "auto" else config
+    if isinstance(resolved, OnlineConfig):
+        if resolved.generation.dtype == "auto":
+            apart = resolved.generation.device == "cpu" or (resolved.launch == "ray" and resolved.ray.num_gpus == 0)
+            dtype: Dtype = "bfloat16" if has_bf16 and resolved.in_bfloat16 and not apart else "float32"
+            resolved = replace(resolved, generation=replace(resolved.generation, dtype=dtype))
+        packs = packs and resolved.packing is not False and resolved.attn_implementation in (None, "sdpa")
+        packs = packs and not resolved.deterministic  # no GPU has shown that the kernel repeats itself
+        training = resolved.training_limits.rows(resolved.max_length, rows_per_unit)
+        annotation = resolved.annotation_limits.rows(resolved.max_length)
         rows = {"max_tokens_per_pass": training, "annotate_max_tokens": annotation}
     else:
-        rows = {"max_tokens_per_pass": found.per_device_train_batch_size * rows_per_unit}
-    budget = packs and (found.in_bfloat16 or fp16)
-    limits: dict[str, Any] = {key: number * found.max_length if budget else None for key, number in rows.items()}
-    return replace(found, **{key: limit for key, limit in limits.items() if getattr(found, key) == "on_gpu"})
+        rows = {"max_tokens_per_pass": resolved.per_device_train_batch_size * rows_per_unit}
+    budget = packs and (resolved.in_bfloat16 or fp16)
+    limits: dict[str, Any] = {key: number * resolved.max_length if budget else None for key, number in rows.items()}
+    return replace(resolved, **{key: limit for key, limit in limits.items() if getattr(resolved, key) == "on_gpu"})
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -118,5 +118,5 @@ def bare_model(model: Model, trust: bool) -> PreTrainedModel | None:
 def _dependent(config: OnlineConfig | StageConfig) -> dict[str, object]:
     """The keys that depend on the GPU."""
     names = ("bf16", "max_tokens_per_pass", "annotate_max_tokens")
-    found = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return found | ({"generation.dtype": config.generation.dtype} if isinstance(config, OnlineConfig) else {})
+    values = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return values | ({"generation.dtype": config.generation.dtype} if isinstance(config, OnlineConfig) else {})

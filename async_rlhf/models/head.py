@@ -151,12 +151,12 @@ def _candidates(config: Any) -> list[After]:
     return [After(scale, cap) for cap in caps for scale in dict.fromkeys([*scales, 1.0])]
 
 
-def _is_after(after: After, probe: Tensor, found: Tensor) -> bool:
+def _is_after(after: After, probe: Tensor, logits: Tensor) -> bool:
     """Whether that is what the model has done to the probe. Asks the device only if it has done anything."""
-    if found is probe and probe._version == 0:
+    if logits is probe and probe._version == 0:
         return after == After()
-    right = after(_probe(probe.shape[-1], probe.device)).to(found.dtype)
-    return found.shape == right.shape and torch.allclose(found.detach(), right, rtol=1e-5, atol=1e-6)
+    expected = after(_probe(probe.shape[-1], probe.device)).to(logits.dtype)
+    return logits.shape == expected.shape and torch.allclose(logits.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
 def _probe(vocabulary: int, device: torch.device) -> Tensor:
@@ -197,11 +197,11 @@ def _run(
 def _reducing(head: nn.Module, reduce: Reduction, after: After, config: Any) -> Iterator[list[Tensor]]:
     """Within, the head puts aside the numbers (K, N) and what it returns in place of logits, in a list."""
     vocabulary = getattr(head, "out_features", None) or config.get_text_config().vocab_size
-    own, was_set = head.forward, "forward" in vars(head)
+    original, was_set = head.forward, "forward" in vars(head)
     seen: list[Tensor] = []
 
     def numbers(states_CH: Tensor, part: slice) -> Tensor:
-        return reduce(after(own(states_CH).float()), part)
+        return reduce(after(original(states_CH).float()), part)
 
     def forward(states_NH: Tensor) -> Tensor:
         parts, linear = _parts(len(states_NH), vocabulary, states_NH.device), not was_set and _is_linear(head)
@@ -227,7 +227,7 @@ def _reducing(head: nn.Module, reduce: Reduction, after: After, config: Any) -> 
     finally:
         handle.remove()
         if was_set:
-            head.forward = own
+            head.forward = original
         else:
             del head.forward
 

@@ -25,8 +25,8 @@ class _Cast:
         self._experts, self._dtype = experts, dtype
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._experts, name)
-        return found.to(self._dtype) if isinstance(found, Tensor) and found.dim() == 3 else found
+        attribute = getattr(self._experts, name)
+        return attribute.to(self._dtype) if isinstance(attribute, Tensor) and attribute.dim() == 3 else attribute
 
 
 def _in_autocast(experts: Any, hidden: Tensor, *args: Tensor) -> Tensor:

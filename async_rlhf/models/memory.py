@@ -130,8 +130,8 @@ class LearnerMemory:
         """The same with passes of so many tokens, and in 16 bits, where branches may share keys, as many as a pass may
         have.
         """
-        one = Pass(tokens, sampled, KEYS * tokens if self.bf16 else 0.0)
-        return replace(self, annotate=one, update=one)
+        sizes = Pass(tokens, sampled, KEYS * tokens if self.bf16 else 0.0)
+        return replace(self, annotate=sizes, update=sizes)
 
     # What lies there all the time
 
@@ -215,13 +215,13 @@ class LearnerMemory:
     def _computing(self) -> str:
         return "float32" if not self.bf16 else "bfloat16" if self._casts_gathered else "autocast"
 
-    def _tokens(self, one: Pass) -> float:
+    def _tokens(self, sizes: Pass) -> float:
         """This rank's tokens of a pass."""
-        return one.tokens / self.context
+        return sizes.tokens / self.context
 
-    def _states(self, one: Pass) -> float:
+    def _states(self, sizes: Pass) -> float:
         """The residual stream."""
-        return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * self._tokens(one) * self.shape.hidden
+        return (_BFLOAT if self._computing == "bfloat16" else _FLOAT) * self._tokens(sizes) * self.shape.hidden
 
     def block_saved(self) -> float:
         """What one block keeps for its backward pass: of scores, their softmax in float32, that in 16 bits if these are
@@ -231,13 +231,13 @@ class LearnerMemory:
         each = _FLOAT + (_BFLOAT if self.bf16 else 0) + (number if self.shape.capped else 0)
         return self._of_block(_SAVED[self.shape.block, self._computing]) + each * self._scores(self.update)
 
-    def _scores(self, one: Pass) -> float:
+    def _scores(self, sizes: Pass) -> float:
         """Of one block, padding counted."""
-        return self._tokens(one) * self.shape.scores
+        return self._tokens(sizes) * self.shape.scores
 
-    def copied_keys(self, one: Pass) -> float:
+    def copied_keys(self, sizes: Pass) -> float:
         """Keys and values of all branches, in 16 bits, which one block copies for its attention."""
-        return 2 * _BFLOAT * one.keys / self.context * self.shape.kv_width
+        return 2 * _BFLOAT * sizes.keys / self.context * self.shape.kv_width
 
     def key_gradients(self) -> float:
         """Gradients of these copies; the kernel first makes those of every query head."""
@@ -261,15 +261,15 @@ class LearnerMemory:
 
     def saved(self) -> float:
         """What all blocks keep: everything, or only their inputs and products; and three more states at the end."""
-        one = self._states(self.update) + self.products() if self.recompute else self.block_saved()
-        return self.shape.layers * one + 3 * self._states(self.update)
+        per_block = self._states(self.update) + self.products() if self.recompute else self.block_saved()
+        return self.shape.layers * per_block + 3 * self._states(self.update)
 
-    def block_passing(self, one: Pass) -> float:
+    def block_passing(self, sizes: Pass) -> float:
         """What a block holds at once, without gradient: four states, and three products of its feed-forward layer, or
         the scores of attention before and after a step, and as float32, or the keys that it copies.
         """
-        product = (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(one) * self.shape.feed_forward
-        return 4 * self._states(one) + max(3 * product, 3 * _FLOAT * self._scores(one), self.copied_keys(one))
+        product = (_BFLOAT if self.bf16 else _FLOAT) * self._tokens(sizes) * self.shape.feed_forward
+        return 4 * self._states(sizes) + max(3 * product, 3 * _FLOAT * self._scores(sizes), self.copied_keys(sizes))
 
     # The backward pass of one block
 
@@ -293,16 +293,16 @@ class LearnerMemory:
 
     # Logits
 
-    def chunk(self, one: Pass) -> float:
+    def chunk(self, sizes: Pass) -> float:
         """Float32 logits of the tokens that the head computes at a time: see models/head.py."""
         rows = max(_LEAST_ROWS, _CHUNK_BYTES // (_FLOAT * self.shape.vocabulary))
-        return _FLOAT * min(one.sampled, self._tokens(one), rows) * self.shape.vocabulary
+        return _FLOAT * min(sizes.sampled, self._tokens(sizes), rows) * self.shape.vocabulary
 
-    def head_pass(self, one: Pass) -> float:
+    def head_pass(self, sizes: Pass) -> float:
         """The head's weights to compute with, and three tensors as large as a chunk: logits, their log-softmax, and
         what entropies need.
         """
-        return self.head_cast() + 3 * self.chunk(one)
+        return self.head_cast() + 3 * self.chunk(sizes)
 
     # Moments
 

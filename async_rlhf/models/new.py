@@ -51,7 +51,7 @@ def new_language_model(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase,
         "pad_token_id": tokenizer.pad_token_id,
         "attention_dropout": 0.0,
     }
-    own: dict[str, Any] = {
+    specific: dict[str, Any] = {
         "num_key_value_heads": size.num_heads,
         "head_dim": size.hidden_size // size.num_heads,
         # Three matrices instead of two: 8/3 of the width gives as many weights as 4 would.
@@ -59,11 +59,11 @@ def new_language_model(size: NewModelConfig, tokenizer: PreTrainedTokenizerBase,
     }
     if size.architecture == "gpt_neox":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-        own = {"intermediate_size": 4 * size.hidden_size, "rope_parameters": rope, "hidden_dropout": 0.0}
+        specific = {"intermediate_size": 4 * size.hidden_size, "rope_parameters": rope, "hidden_dropout": 0.0}
     config, model = _KINDS[size.architecture]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model(config(**heads, **own))
+        return model(config(**heads, **specific))
 
 
 def embed_added_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:

@@ -184,16 +184,21 @@ def _in_calls(module: Any, heads: _Heads, forest: Forest, window: int | None, **
     groups = heads[0].shape[1] // heads[1].shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:  # key heads that ranks repeat have fewer queries
         module = SimpleNamespace(num_key_value_groups=groups, is_causal=getattr(module, "is_causal", True))
-    lengths, cuts, found = [call.length for call in forest.calls], forest.cuts, []
+    lengths, cuts, outputs = [call.length for call in forest.calls], forest.cuts, []
     # Split once: the gradient of each slice would be as large as the whole.
     sizes = [stop - start for start, stop in pairwise(cuts)]
     outside = [part.split(sizes, dim=2) if len(cuts) > 2 else () for part in heads[1:]]
-    for number, (query, *own) in enumerate(zip(*(part.split(lengths, dim=2) for part in heads), strict=True)):
+    for number, (query, *keys_and_values) in enumerate(
+        zip(*(part.split(lengths, dim=2) for part in heads), strict=True)
+    ):
         if pieces := forest.pieces(forest.calls[number]):
-            own = [torch.cat([*(part[n] for n in pieces), last], 2) for part, last in zip(outside, own, strict=True)]
+            keys_and_values = [
+                torch.cat([*(part[n] for n in pieces), last], 2)
+                for part, last in zip(outside, keys_and_values, strict=True)
+            ]
         mask = forest.mask(number, window, query.dtype)
-        found.append(_in_one_call(module, query, own[0], own[1], mask, **options))
-    return torch.cat(found, dim=1)  # of one, too: compiled code distinguishes views
+        outputs.append(_in_one_call(module, query, keys_and_values[0], keys_and_values[1], mask, **options))
+    return torch.cat(outputs, dim=1)  # of one, too: compiled code distinguishes views
 
 
 def _in_one_call(
@@ -442,11 +447,11 @@ def texts_of_rows(
 ) -> list[list[np.ndarray]]:
     """The texts of each row, as they are compared; all on the CPU."""
     starts_S, lengths_S = _texts(tokens_BT.shape[1], lengths_B, positions_BT)
-    found: list[list[np.ndarray]] = [[] for _ in range(len(tokens_BT))]
+    texts: list[list[np.ndarray]] = [[] for _ in range(len(tokens_BT))]
     rows = (starts_S // tokens_BT.shape[1]).tolist()
     for row, text in zip(rows, texts_of(tokens_BT, starts_S, lengths_S, routes_BTLE), strict=True):
-        found[row].append(text)
-    return found
+        texts[row].append(text)
+    return texts
 
 
 def _packed(
@@ -463,8 +468,8 @@ def _packed(
         order, alike = walk(texts_of(tokens_BT, starts_S, lengths_S, routes_BTLE))
     branches, paths = grown(lengths_S[order].tolist(), alike)
     parts = [
-        (start, stop, int(place) + position, position)
-        for place, path in zip(starts_S[order], paths, strict=True)
+        (start, stop, int(origin) + position, position)
+        for origin, path in zip(starts_S[order], paths, strict=True)
         for (start, stop), position in zip(path, accumulate((b - a for a, b in path), initial=0), strict=False)
     ]
     places_N = torch.empty(branches[-1].start + branches[-1].length, dtype=torch.long)
@@ -549,17 +554,17 @@ def choose(
         ConfigError: True, and one of them cannot be.
     """
     for key, model in models.items():
-        place = model.device if device is None else device
-        wanted = packing is True or (packing == "auto" and budget and (place.type == "cpu" or sixteen_bits))
-        why = obstacle(model, place, torch.is_autocast_enabled(place.type)) if wanted else None
-        right = f'must be false or "auto": the {key} is a {type(model).__name__}, {why}'
-        require(packing is not True or why is None, "packing", packing, right)
+        compute_device = model.device if device is None else device
+        wanted = packing is True or (packing == "auto" and budget and (compute_device.type == "cpu" or sixteen_bits))
+        why = obstacle(model, compute_device, torch.is_autocast_enabled(compute_device.type)) if wanted else None
+        rule = f'must be false or "auto": the {key} is a {type(model).__name__}, {why}'
+        require(packing is not True or why is None, "packing", packing, rule)
         if why is not None:
             logger.info("packing: the rows of the %s are padded: it is a %s, %s", key, type(model).__name__, why)
         setattr(model, _MARK, wanted and why is None)
         why = None
         if is_packed(model) and sharing:
-            why = _difference(model, place, torch.is_autocast_enabled(place.type), sharing=True)
+            why = _difference(model, compute_device, torch.is_autocast_enabled(compute_device.type), sharing=True)
         if why is not None:
             what = "packing: what rows of the %s share is computed for each: it is a %s, %s"
             logger.info(what, key, type(model).__name__, why)
@@ -580,10 +585,10 @@ def require_shared(models: dict[str, PreTrainedModel], size: int, device: torch.
     """
     for name, model in models.items() if size > 1 else ():
         require_heads(name, model.config, size)
-        place = model.device if device is None else device
-        why = obstacle(model, place, torch.is_autocast_enabled(place.type))
-        right = f"must be 1: the {name} is a {type(model).__name__}, {why}"
-        require(why is None, "parallel.context_parallel", size, right)
+        compute_device = model.device if device is None else device
+        why = obstacle(model, compute_device, torch.is_autocast_enabled(compute_device.type))
+        rule = f"must be 1: the {name} is a {type(model).__name__}, {why}"
+        require(why is None, "parallel.context_parallel", size, rule)
 
 
 def require_heads(name: str, config: PretrainedConfig | None, size: int) -> None:
@@ -591,8 +596,8 @@ def require_heads(name: str, config: PretrainedConfig | None, size: int) -> None
     Nothing is known of a model without them, or without a configuration.
     """
     heads = size if config is None else getattr(config.get_text_config(), "num_attention_heads", size)
-    right = f"must divide the {heads} attention heads of the {name}"
-    require(heads % size == 0, "parallel.context_parallel", size, right)
+    rule = f"must divide the {heads} attention heads of the {name}"
+    require(heads % size == 0, "parallel.context_parallel", size, rule)
 
 
 def obstacle(model: PreTrainedModel, device: torch.device | None = None, autocast: bool = False) -> str | None:
@@ -673,8 +678,8 @@ def _difference(model: PreTrainedModel, device: torch.device, autocast: bool, sh
     right_NH = torch.cat([states_at(model, {"input_ids": row, "use_cache": False}, slice(None)) for row in rows])
     (places_N,) = (torch.arange(12) < lengths_B[:, None]).flatten().nonzero(as_tuple=True)
     try:
-        found = _packed(tokens_BT, *_texts(12, lengths_B), None, device, sharing)
-        found_NH = states_at(model, found.inputs, found.at(places_N))
+        layout = _packed(tokens_BT, *_texts(12, lengths_B), None, device, sharing)
+        found_NH = states_at(model, layout.inputs, layout.at(places_N))
     except Exception as error:  # of any kind: the code is not ours, and the rows can still be padded
         return f"which refuses packed rows ({type(error).__name__}: {error})"
     limit = 1e-4 if right_NH.dtype == torch.float32 and not autocast else 0.1

@@ -100,14 +100,14 @@ class Passes:
         order, alike = walk([unit[0] for unit in units]) if texts else (range(len(lengths)), [0] * len(lengths))
         for number, shared in zip(order, alike, strict=True):
             tokens, whole = sum(lengths[number]), sum(map(self._cost, lengths[number]))
-            own, more = tokens, tokens - shared
+            alone, more = tokens, tokens - shared
             if texts and len(units[number]) + len(last) > 2:
-                own, more = size_of(units[number]), size_of([*last, *units[number]]) - size_of(last)
+                alone, more = size_of(units[number]), size_of([*last, *units[number]]) - size_of(last)
             last = units[number] if texts else last
-            if more == own or not trees:
+            if more == alone or not trees:
                 trees.append([])
             # What is shared costs nothing; the rest looks at as many tokens as alone.
-            trees[-1].append(_Unit(number, own, whole * own // tokens, more, whole * more // tokens, tokens))
+            trees[-1].append(_Unit(number, alone, whole * alone // tokens, more, whole * more // tokens, tokens))
         return trees
 
     def _cut(self, tree: list[_Unit], most: float) -> list[_Piece]:
@@ -166,7 +166,7 @@ class Passes:
         """
         most, room, costs = self.units or math.inf, [self.tokens or 0] * passes, [0] * passes
         parts: list[list[int]] = [[] for _ in range(passes)]
-        cheapest, waiting = [(0, place) for place in range(passes)], list[tuple[int, int]]()
+        cheapest, waiting = [(0, number) for number in range(passes)], list[tuple[int, int]]()
         for units, tokens, cost, _ in pieces:
             while waiting and -waiting[0][0] >= tokens:
                 place = heappop(waiting)[1]
@@ -191,9 +191,9 @@ class Passes:
         sizes = self._sizes(longest, rows, math.inf)
         while high - low > 1 + high // 1000:
             limit = (low + high) // 2
-            found = self._sizes(longest, rows, limit)
-            if len(found) <= wanted:
-                sizes, high = found, limit
+            smaller = self._sizes(longest, rows, limit)
+            if len(smaller) <= wanted:
+                sizes, high = smaller, limit
             else:
                 low = limit
         return sizes

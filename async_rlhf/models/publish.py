@@ -125,33 +125,33 @@ class AsyncCopy:
         held = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         self._room = max(_LEAST_ROOM, held // (parallel.shards if parallel.is_sharded else 1))
         self._under_way: deque[tuple[int, Future[None]]] = deque()
-        own = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in own} if self._stream is not None else set()
+        tensors = (getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *model.buffers()))
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in tensors} if self._stream is not None else set()
 
-    def copy(self, tensor: Tensor, place: Tensor, name: str | None = None) -> None:
+    def copy(self, tensor: Tensor, target: Tensor, name: str | None = None) -> None:
         """Copy a tensor, which may change as soon as this returns.
 
         Args:
             tensor: of any type.
-            place: for it; filled once what :meth:`end` is given begins.
+            target: for it; filled once what :meth:`end` is given begins.
             name: for its checksum, computed before it leaves the device; None for none.
         """
-        if self._stream is None or tensor.device == place.device:
-            place.copy_(tensor)
+        if self._stream is None or tensor.device == target.device:
+            target.copy_(tensor)
             if name is not None:
-                self.folds[name] = fold(place).to(self._device)
+                self.folds[name] = fold(target).to(self._device)
             return
         # Rounded before it crosses the bus: a copy that rounds moves the wider type, and rounds on the host.
-        copied = tensor.to(place.dtype)
+        copied = tensor.to(target.dtype)
         if copied.untyped_storage().data_ptr() in self._own:  # else it was rounded, gathered or merged
             copied = copied.clone()
         while self._under_way and sum(size for size, _ in self._under_way) + copied.nbytes > self._room:
             self._under_way.popleft()[1].result()
-        work = partial(self._on_stream, self._ready(), partial(self._leave, copied, place, name))
+        work = partial(self._on_stream, self._ready(), partial(self._leave, copied, target, name))
         self._under_way.append((copied.nbytes, self._later(work)))
 
-    def _leave(self, copied: Tensor, place: Tensor, name: str | None) -> None:
-        place.copy_(copied, non_blocking=True)
+    def _leave(self, copied: Tensor, target: Tensor, name: str | None) -> None:
+        target.copy_(copied, non_blocking=True)
         if name is not None:
             self.folds[name] = fold(copied)
 
@@ -590,8 +590,8 @@ class NoSnapshots(Snapshots):
 
 
 def _attach(specs: Specs, slot_bytes: int, slots: int, fd: Any, folded: bool) -> SnapshotRing:
-    own = fd.detach()
-    ring = SnapshotRing(specs, slot_bytes, slots, mapped(own), own)
+    descriptor = fd.detach()
+    ring = SnapshotRing(specs, slot_bytes, slots, mapped(descriptor), descriptor)
     ring.folded = folded
     return ring
 

@@ -22,8 +22,8 @@ def require_bitsandbytes(value: int | str | None, key: str) -> None:
     Raises:
         ConfigError: says how to install it.
     """
-    right = "needs bitsandbytes: pip install 'async-rlhf[quantized]'"
-    require(value is None or find_spec("bitsandbytes") is not None, key, value, right)
+    rule = "needs bitsandbytes: pip install 'async-rlhf[quantized]'"
+    require(value is None or find_spec("bitsandbytes") is not None, key, value, rule)
 
 
 def quantised(dtype: torch.dtype) -> BitsAndBytesConfig:

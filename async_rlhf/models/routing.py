@@ -51,8 +51,8 @@ def require_routers(model: PreTrainedModel | str, trust: bool = False, key: str 
     if config is None:  # such as a folder of adapters: the learner looks at what is loaded
         return
     kind = config.get_text_config().model_type
-    right = f"must be false: the model is of type {kind!r}, and the experts of {', '.join(ROUTERS)} alone are known"
-    require(kind in ROUTERS, key, True, right)
+    rule = f"must be false: the model is of type {kind!r}, and the experts of {', '.join(ROUTERS)} alone are known"
+    require(kind in ROUTERS, key, True, rule)
 
 
 def route_shape(config: PretrainedConfig) -> RouteShape:
@@ -123,7 +123,7 @@ def recorded_routes(model: nn.Module, shape: RouteShape | None) -> Iterator[list
         A list that afterwards has what the routers chose, (N, L, E) in the smallest type, for the tokens one after the
         other; 0 in layers without experts.
     """
-    found, chosen = list[Tensor](), dict[int, Tensor]()
+    routes, chosen = list[Tensor](), dict[int, Tensor]()
 
     def note(number: int, _router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         chosen[number] = output[2]
@@ -131,11 +131,11 @@ def recorded_routes(model: nn.Module, shape: RouteShape | None) -> Iterator[list
     routers = [] if shape is None else list(_routers(model))
     handles = [router.register_forward_hook(partial(note, number)) for number, _, _, router in routers]
     try:
-        yield found
+        yield routes
     finally:
         for handle in handles:
             handle.remove()
     if shape is not None:
         none_NE = torch.zeros_like(next(iter(chosen.values())))
         routes_NLE = torch.stack([chosen.get(number, none_NE) for number in range(shape.layers)], dim=1)
-        found.append(routes_NLE.to(torch.uint8 if shape.dtype == np.uint8 else torch.int16))
+        routes.append(routes_NLE.to(torch.uint8 if shape.dtype == np.uint8 else torch.int16))

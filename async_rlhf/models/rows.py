@@ -30,8 +30,8 @@ def in_one_copy(rows: Mapping[str, Tensor], device: torch.device) -> dict[str, T
     order = sorted(rows.values(), key=lambda tensor: -tensor.itemsize)
     packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in order]).pin_memory()
     parts = packed.to(device, non_blocking=True).split([tensor.nbytes for tensor in order])
-    found = {id(tensor): part.view(tensor.dtype).view(tensor.shape) for tensor, part in zip(order, parts, strict=True)}
-    return {name: found[id(tensor)] for name, tensor in rows.items()}
+    by_id = {id(tensor): part.view(tensor.dtype).view(tensor.shape) for tensor, part in zip(order, parts, strict=True)}
+    return {name: by_id[id(tensor)] for name, tensor in rows.items()}
 
 
 T = TypeVar("T")

@@ -122,14 +122,14 @@ def _write_in_files(model: PreTrainedModel, folder: Path, tensors: Named) -> Non
         held.clear()
 
     for _, layer in groupby(tensors, key=lambda named: layer_of(named[0])):
-        own = {name: tensor.to("cpu", copy=True) for name, tensor in layer}
-        added = sum(tensor.nbytes for tensor in own.values())
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in layer}
+        added = sum(tensor.nbytes for tensor in copies.values())
         if held and size + added > FILE_BYTES:
             write()
             size = 0
-        held |= own
+        held |= copies
         total, size = total + added, size + added
-        del own
+        del copies
     write()
     if len(parts) == 1:
         parts[0].rename(folder / SAFE_WEIGHTS_NAME)

@@ -60,7 +60,7 @@ def weights_of(
         dtype: that parameters are rounded to, where possible before they are gathered. Buffers are not: rounding would
             harm the frequencies of rotary positions.
     """
-    found = {}
+    weights = {}
     if has_adapters(model) and not adapters_only:
         readers = merged_parameters(model)
     else:
@@ -73,10 +73,12 @@ def weights_of(
         kept = dtype if dtype is not None and like.is_floating_point() else like.dtype
         if parallel.is_sharded:
             read = partial(parallel.unsharded, parameters, read, kept if kept.itemsize < like.itemsize else None)
-        found[name] = Weight(shape, kept, read)
+        weights[name] = Weight(shape, kept, read)
     for name, buffer in () if adapters_only else saved_buffers(model):
-        found[name] = Weight(buffer.shape, buffer.dtype, partial(model.get_buffer, name))  # a model may put in another
-    return found
+        weights[name] = Weight(
+            buffer.shape, buffer.dtype, partial(model.get_buffer, name)
+        )  # a model may put in another
+    return weights
 
 
 def iterate_weights(
@@ -108,13 +110,13 @@ def collected_weights(
         copied: none of it may be the model's own memory, so that training can go on.
         on_device: tensors to take instead, by name.
     """
-    found = {}
+    weights = {}
     if parallel.takes_part:
         for name, tensor in iterate_weights(model, adapters_only, parallel):
             if parallel.ranks.is_main:
                 known = (on_device or {}).get(name)
-                found[name] = tensor.to("cpu", copy=copied) if known is None else known
-    return found
+                weights[name] = tensor.to("cpu", copy=copied) if known is None else known
+    return weights
 
 
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -145,10 +147,10 @@ def digests(tensors: Mapping[str, Tensor], threads: int = 1, folded: bool = Fals
 
 def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:
     """The checksum of one tensor, given in parts that follow each other in memory."""
-    found = xxhash.xxh3_128(f"{dtype} {shape}".encode())
+    hasher = xxhash.xxh3_128(f"{dtype} {shape}".encode())
     for part in parts:
-        found.update(_bytes(part))
-    return found.hexdigest()
+        hasher.update(_bytes(part))
+    return hasher.hexdigest()
 
 
 def fold(tensor: Tensor) -> Tensor:
@@ -224,14 +226,14 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return of_digests(digests(tensors))
 
 
-def of_digests(found: Mapping[str, str]) -> str:
+def of_digests(by_name: Mapping[str, str]) -> str:
     """:func:`checksum` of tensors whose checksums are known."""
-    return xxhash.xxh3_128(repr(dict(found)).encode()).hexdigest()
+    return xxhash.xxh3_128(repr(dict(by_name)).encode()).hexdigest()
 
 
-def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+def differing(actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
     """A text naming the tensors whose digests differ; "" if none do."""
-    names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
+    names = [name for name in {**expected, **actual} if actual.get(name) != expected.get(name)]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{len(names)} of {len(expected)} tensors: {', '.join(names[:5])}{more}" if names else ""
 
@@ -268,5 +270,5 @@ def _without_weights(model_type: str, config: str) -> PreTrainedModel | None:
 
 def layer_of(name: str) -> str:
     """``model.layers.3`` for all tensors of that layer; the name itself for one that is in no layer."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return name if found is None else found.group(1)
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return name if match is None else match.group(1)

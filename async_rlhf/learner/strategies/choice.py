@@ -39,16 +39,16 @@ def from_accelerate(
 
     asked = said("ACCELERATE_MIXED_PRECISION")
     key = "fp16" if asked == "fp16" else "bf16"
-    right = f"the accelerate config file says mixed_precision: {asked}; set {key} to match, or leave it out there"
+    rule = f"the accelerate config file says mixed_precision: {asked}; set {key} to match, or leave it out there"
     same = asked in ("", "no") or (asked == "bf16" and bf16) or (asked == "fp16" and fp16)
-    require(same, key, fp16 if asked == "fp16" else bf16, right)
+    require(same, key, fp16 if asked == "fp16" else bf16, rule)
     if said("ACCELERATE_USE_DEEPSPEED") == "true":
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
-        right = f"the accelerate config file names {file}; set parallel.strategy, and its options as parallel.deepspeed"
-        require(file in ("", "none"), "parallel.strategy", "auto", right)
+        rule = f"the accelerate config file names {file}; set parallel.strategy, and its options as parallel.deepspeed"
+        require(file in ("", "none"), "parallel.strategy", "auto", rule)
         stage = said("ACCELERATE_DEEPSPEED_ZERO_STAGE") or "2"
-        right = f"the accelerate config file says zero_stage: {stage}; must be 1, 2 or 3"
-        require(stage in _ZERO, "parallel.strategy", "auto", right)
+        rule = f"the accelerate config file says zero_stage: {stage}; must be 1, 2 or 3"
+        require(stage in _ZERO, "parallel.strategy", "auto", rule)
         kinds = ("OPTIMIZER", "PARAM")
         offload = any(said(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE") == "cpu" for kind in kinds)
         return replace(config, strategy=_ZERO[stage], cpu_offload=config.cpu_offload or offload)
@@ -96,10 +96,10 @@ def _strategy(config: OnlineConfig, parallel: ParallelConfig, ranks: Ranks, devi
 def _check(config: OnlineConfig, parallel: ParallelConfig) -> None:
     """Refuse what does not go with a strategy that an accelerate config file may have chosen."""
     spread = parallel.strategy in ("fsdp", "zero3")
-    right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
-    require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, right)
+    rule = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+    require(not spread or config.lora.publish == "merged", "lora.publish", config.lora.publish, rule)
     parallel.require_format(config.checkpoint_format)
     bits = config.lora.base_bits
     require(not spread or bits is None, "lora.base_bits", bits, "must be null with weights spread over ranks")
-    right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
-    require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, right)
+    rule = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
+    require(parallel.strategy != "zero3" or not config.offload_frozen, "offload_frozen", True, rule)

@@ -105,7 +105,7 @@ class ZeRO(Parallel):
     def moments(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        found = {}
+        moments = {}
         if self.stage < 3 and self.optimizer.state:
             # The states were linked after the first group's first step, when the other groups had none yet: link again.
             self._zero._hp_optimizer_states_linked = False
@@ -114,9 +114,9 @@ class ZeRO(Parallel):
             for name in ("exp_avg", "exp_avg_sq"):
                 tensor = safe_get_full_optimizer_state(parameter, name)
                 if tensor is not None and self.ranks.is_main:  # before the first step there is none
-                    found[f"{i}.{name}"] = tensor.cpu()
-                    found[f"{i}.step"] = self._steps().clone()
-        return found
+                    moments[f"{i}.{name}"] = tensor.cpu()
+                    moments[f"{i}.step"] = self._steps().clone()
+        return moments
 
     def _steps(self) -> Tensor:
         return next(state["step"] for state in self.optimizer.state.values() if "step" in state)
