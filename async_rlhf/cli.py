@@ -18,7 +18,7 @@ from async_rlhf.config import ConfigError
 from async_rlhf.config.base import Checked
 from async_rlhf.config.parallel import launched_rank
 from async_rlhf.config.parsing import parse, take_config_file
-from async_rlhf.config.spelling import dropped, meant
+from async_rlhf.config.spelling import meant
 from async_rlhf.system.errors import DiffersError, NothingLearntError, UserCodeError, frames_of, last_place
 from async_rlhf.system.names import check_names
 from async_rlhf.system.signals import RankError, ending_signals
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"async-rlhf {async_rlhf.__version__}")
         sys.exit(0)
     if words[0] not in COMMANDS:
-        right = dropped(words[0]) or f"must be one of {', '.join(COMMANDS)}{meant(words[0], COMMANDS, '')}"
+        right = f"must be one of {', '.join(COMMANDS)}{meant(words[0], COMMANDS, '')}"
         print(f"async-rlhf: got {words[0]!r}; {right}", file=sys.stderr)
         sys.exit(2)
     sys.exit(_run(words[0], words[1:]))

@@ -19,7 +19,6 @@ from async_rlhf.config.base import decides_result, dotted, with_new_keys, withou
 from async_rlhf.config.import_by_name import neighbours
 from async_rlhf.config.rewards import FunctionName
 from async_rlhf.config.secrets import without_secrets
-from async_rlhf.config.spelling import kept
 from async_rlhf.data import checksums
 from async_rlhf.system.errors import is_own
 from async_rlhf.system.files import from_json, whole_folder, write_file
@@ -131,7 +130,7 @@ class Stage:
         if self.config.overwrite:
             logger.info("%s: done already, in %s; doing it again", self.name, self.folder)
             return None
-        differences = list(_differences({**found, "config": kept(found["config"])}, identity))
+        differences = list(_differences(found, identity))
         if differences:
             raise ConfigError(
                 f"{self.name}: {str(self.folder)!r} holds the result of another configuration:\n  "

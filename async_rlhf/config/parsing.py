@@ -24,7 +24,7 @@ import yaml
 from async_rlhf.config import environment
 from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, rights_of, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
-from async_rlhf.config.spelling import dropped, is_idle, meant
+from async_rlhf.config.spelling import meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
 
 ENVIRONMENT_PREFIX = "ASYNC_RLHF"
@@ -155,8 +155,6 @@ class _Values:
             key = f"{prefix}{name}"
             if key in self._options:
                 self._found[key] = value, is_text
-                continue
-            if dropped(key) and is_idle(key, value):  # in run.yml of an earlier version
                 continue
             if key not in self.groups:
                 shown, nearest = key if key.isprintable() else repr(key), meant(key, self._options, "")

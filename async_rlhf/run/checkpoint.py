@@ -34,7 +34,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from async_rlhf.config import ConfigError, OnlineConfig
 from async_rlhf.config.base import dotted, may_change, require, with_new_keys, without_gpu
 from async_rlhf.config.secrets import without_secrets
-from async_rlhf.config.spelling import kept
 from async_rlhf.data.stream import SharedPrompts
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.learner import Learner
@@ -169,7 +168,7 @@ class ResumeState:
         right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
         enough = config.epochs is not None or self.batch <= config.num_batches
         require(enough, name, getattr(config, name), right)
-        known = with_new_keys(kept(without_secrets(self.config)), config)
+        known = with_new_keys(without_secrets(self.config), config)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
             for values in (without_gpu(each, config) for each in (known, as_saved(config, algorithm)))

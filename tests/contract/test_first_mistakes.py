@@ -20,7 +20,7 @@ from async_rlhf.cli import main
 from async_rlhf.commands.table import COMMANDS, import_attribute
 from async_rlhf.config.errors import ConfigError
 from async_rlhf.config.parsing import FEW, options_of
-from async_rlhf.config.spelling import _ELSEWHERE, DROPPED, kept
+from async_rlhf.config.spelling import _ELSEWHERE
 from async_rlhf.config.yaml_text import key_lines
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import RunConfig
@@ -88,50 +88,6 @@ def test_a_misspelt_key_of_a_file_gets_its_line_and_the_nearest_key(right, wrong
 def test_other_trainers_names_and_typing_errors_get_ours(word, meant, capsys):
     code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", word)
     assert (code, said.strip().endswith(f"no such option; did you mean --{meant}?")) == (2, True), said
-
-
-def test_a_key_that_was_dropped_says_what_to_do_instead(capsys):
-    words = {"train.curriculum=0.5": "curriculum", "train.feedback.ask=rate": "feedback"}
-    words |= {"train.reward_model_bits=8": "reward_model_bits", "data.streaming=true": "data.streaming"}
-    for word, name in words.items():
-        code, said = ends(capsys, "train", "--config", "recipe.yml", "--dry-run", f"--{word}")
-        assert code == 2
-        assert said.strip().endswith("it was dropped in 0.1.0: " + DROPPED[name])
-
-
-def test_a_command_that_was_dropped_says_what_to_do_instead(capsys):
-    code, said = ends(capsys, "feedback", "runs/mine")
-    assert (code, said) == (2, f"async-rlhf: got 'feedback'; it was dropped in 0.1.0: {DROPPED['feedback']}\n")
-
-
-@each(["null", "compare"])
-def test_the_file_of_an_earlier_run_is_read_unless_it_used_what_was_dropped(ask, capsys):
-    """Its run.yml has every key."""
-    feedback = f"{{ask: {ask}, answers: 1, max_lag: null, labels_from: null}}"
-    Path("earlier.yml").write_text(f"{RECIPE}  curriculum: 0.0\n  feedback: {feedback}\n")
-    code, said = ends(capsys, "train", "--config", "earlier.yml", "--dry-run")
-    told = f"'earlier.yml', line 9: async-rlhf train has no such key; it was dropped in 0.1.0: {DROPPED['feedback']}"
-    error = f"async-rlhf train: error: train.feedback: {told}\n"
-    assert (code, error in said, "feedback" in said) == ((0, False, False) if ask == "null" else (2, True, True))
-
-
-def test_a_dropped_key_that_a_run_did_not_use_is_passed_over_in_its_file(capsys):
-    lines = [("curriculum: 0.0", False), ("reward_model_bits: null", False), ("curriculum: 0.5", True)]
-    lines += [("staleness_mode: exact", False), ("replay_from: null", False), ("staleness_mode: bounded", True)]
-    recipes = [(RECIPE.replace("seed: 1", line), told) for line, told in lines]
-    recipes += [(RECIPE.replace("jsonl}", f"jsonl, streaming: {each}}}"), each == "true") for each in ("false", "true")]
-    for recipe, told in recipes:
-        Path("recipe.yml").write_text(recipe)
-        assert ("it was dropped" in ends(capsys, "train", "--config", "recipe.yml", "--dry-run")[1]) == told
-
-
-def test_a_run_that_a_dropped_key_would_have_ended_goes_on_without_it(caplog):
-    """A checkpoint's configuration cannot be edited."""
-    saved = {"stop_at": "eval_objective/scores", "stop_patience": 3, "seed": 1}
-    assert kept(saved) == {"seed": 1}
-    assert "stop_at: the earlier run has 'eval_objective/scores', which no longer ends it" in caplog.text
-    with pytest.raises(ConfigError, match=r"curriculum: the earlier run has 0.5; it was dropped"):
-        kept({"curriculum": 0.5})
 
 
 def test_what_is_like_no_key_gets_no_suggestion(capsys):

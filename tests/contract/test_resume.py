@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 from contextlib import nullcontext
 from itertools import product
@@ -22,7 +21,6 @@ from transformers.trainer_callback import ExportableState
 from async_rlhf import KLConfig, LoRAConfig, ParallelConfig
 from async_rlhf.algorithms.table import BUILT_IN, find
 from async_rlhf.config import ConfigError, engines
-from async_rlhf.config.spelling import DROPPED
 from async_rlhf.generation.episodes.spec import named
 from async_rlhf.models import budget
 from async_rlhf.rewards.functions import load_object, load_reward_functions
@@ -382,36 +380,6 @@ def test_a_checkpoint_of_another_format_is_refused(make_policy, tokenizer, promp
     write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
     with pytest.raises(ConfigError, match=r"earlier' is a checkpoint of format 1; must be of format 3: go on with"):
         run(make_policy, tokenizer, prompts, make_args("anew", resume_from=str(copy)))
-
-
-IN_FLIGHT = {"generation.in_flight": True, "staleness_mode": "bounded"}
-
-
-@pytest.mark.parametrize(
-    "used", [{}, IN_FLIGHT, {"staleness_mode": "bounded"}, {"curriculum": 0.8}, {"feedback.ask": "compare"}]
-)
-def test_a_run_that_used_a_key_that_was_dropped_is_refused_and_others_go_on(
-    make_policy, tokenizer, prompts, make_args, used
-):
-    """As an earlier version of the package has written it."""
-    options = {"generation": {"in_flight": used is IN_FLIGHT}, "staleness": 1}
-    args = make_args(save_steps=2, **options)
-    run(make_policy, tokenizer, prompts, args, callbacks=[StopAfter(2)])
-    checkpoint, copy = Path(args.output_dir) / "checkpoint-2", Path(args.output_dir).parent / "earlier"
-    state = json.loads((checkpoint / "resume" / "state.json").read_text())
-    feedback = {"feedback.ask": None, "feedback.answers": 1, "feedback.max_lag": None, "feedback.labels_from": None}
-    state["config"] |= {"curriculum": 0.0, **feedback, **used}
-    (checkpoint / "resume" / "state.json").write_text(json.dumps(state))
-    (checkpoint / "manifest.json").unlink()
-    write_whole(copy, [lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)])
-    args = make_args("anew", resume_from=str(copy), **options)
-    if used in ({}, IN_FLIGHT):
-        assert run(make_policy, tokenizer, prompts, args)[0].callbacks.state.global_step == args.num_batches
-        return
-    ((key, value),) = used.items()
-    right = f"{key}: the earlier run has {value!r}; it was dropped in 0.1.0: {DROPPED[key.partition('.')[0]]}"
-    with pytest.raises(ConfigError, match=re.escape(right)):
-        run(make_policy, tokenizer, prompts, args)
 
 
 def test_a_run_is_not_made_shorter_than_its_checkpoint(make_policy, tokenizer, prompts, make_args):

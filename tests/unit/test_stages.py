@@ -93,20 +93,6 @@ def test_a_key_that_an_older_version_did_not_know_counts_as_its_default(make_sta
         make_stage(rate=2.0).done()
 
 
-def test_a_stage_of_an_earlier_version_counts_unless_it_used_what_was_dropped(make_stage):
-    finish(make_stage())
-    marker = make_stage().marker
-    found = json.loads(marker.read_text())
-    marker.write_text(json.dumps({**found, "config": {**found["config"], "curriculum": 0.0}}))
-    assert make_stage().done() == {"loss": 0.5}
-    marker.write_text(json.dumps({**found, "config": {**found["config"], "curriculum": 0.5}}))
-    with pytest.raises(
-        ConfigError, match=r"^curriculum: the earlier run has 0.5; it was dropped in 0.1.0: sort the data"
-    ):
-        make_stage().done()
-    assert make_stage(overwrite=True).done() is None
-
-
 def test_inputs_count_by_content(make_stage, tmp_path):
     finish(make_stage())
     os.utime(tmp_path / "in.txt", (1, 1))
