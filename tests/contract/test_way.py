@@ -6,7 +6,10 @@ import runpy
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import pytest
+from environments import Echo
 from tiny import count_letters
 from transformers import TrainerCallback
 
@@ -16,8 +19,6 @@ from async_rlhf.run.trainer import OnlineTrainer
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(Path(async_rlhf.__file__).parent)
-FILES = 34
-"""At most; a batch that a reader follows enters each of them."""
 
 
 class Traced(TrainerCallback):
@@ -44,9 +45,21 @@ class Traced(TrainerCallback):
             self.moves[move] = self.moves.get(move, 0) + 1
 
 
-def test_one_batch_enters_few_files(make_policy, make_reward_model, tokenizer, prompts, make_args):
-    """GRPO, one step off-policy, with a generator in a process, a reward model, a reward function and a reference."""
-    args = make_args("run", {"placement": "process"}, "grpo", samples_per_prompt=2, staleness=1, kl=KLConfig(coef=0.02))
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ordinary": (34, {}),
+    "environment": (36, {"max_turns": 2, "episode_length": 24, "response_length": 8}),
+    "inline": (38, {"placement": "inline"}),
+    "saving": (42, {}),
+}
+"""Of a kind of batch: at most so many files, which a reader who follows it enters; and settings of generation."""
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_one_batch_enters_few_files(make_policy, make_reward_model, tokenizer, prompts, make_args, kind):
+    """GRPO with a reward model, a reward function and a reference; but inline one step off-policy, and in a process."""
+    most, generation = WAYS[kind]
+    sizes = {"samples_per_prompt": 2, "staleness": int(kind != "inline"), "save_steps": int(kind == "saving")}
+    args = make_args("run", {"placement": "process", **generation}, "grpo", kl=KLConfig(coef=0.02), **sizes)
     traced, models = Traced(3), {"model": make_policy(), "reward_model": make_reward_model()}
     OnlineTrainer(
         args=args,
@@ -54,16 +67,18 @@ def test_one_batch_enters_few_files(make_policy, make_reward_model, tokenizer, p
         reward_funcs=count_letters,
         processing_class=tokenizer,
         callbacks=[traced],
+        environment=Echo if kind == "environment" else None,
         **models,
     ).train()
-    for (old, new), count in sorted(traced.moves.items(), key=lambda one: -one[1]):
+    for (old, new), count in sorted(traced.moves.items(), key=lambda move: -move[1]):
         print(f"{count:4d} {old} -> {new}")
-    print(f"{len(traced.files)} files, {sum(traced.moves.values())} moves: {', '.join(traced.files)}")
+    print(f"{kind}: {len(traced.files)} files, {sum(traced.moves.values())} moves: {', '.join(traced.files)}")
     assert "models/forward.py" in traced.files
-    assert len(traced.files) <= FILES, traced.files
-    # A worker that is busy gets its request later, by the supervisor's thread.
-    entered = traced.files.keys() | {"generation/process.py"}
-    assert drawn() | {"types.py"} == entered, "docs/figures/way.svg is another way"
+    assert len(traced.files) <= most, traced.files
+    if kind == "ordinary":
+        # A worker that is busy gets its request later, by the supervisor's thread.
+        entered = traced.files.keys() | {"generation/process.py"}
+        assert drawn() | {"types.py"} == entered, "docs/figures/way.svg is another way"
 
 
 def drawn() -> set[str]:
