@@ -183,7 +183,6 @@ def finished(tmp_path_factory):
     return config, folder / "run"
 
 
-@pytest.mark.quick
 @each(leaves(a_run(Path())))
 def test_a_finished_run_is_another_one_only_by_a_key_that_decides_the_result(name, finished):
     config, folder = finished

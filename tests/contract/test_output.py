@@ -360,3 +360,17 @@ def test_tables_are_as_wide_as_the_terminal_and_in_the_order_given(inputs):
         assert max(map(len, lines)) <= width
     text = Path("o/evaluation.txt").read_text()
     assert text.index("zeta") < text.index("alpha") < text.index("def f0(x)")
+
+
+def test_a_command_of_the_core_loads_no_study_no_format_of_others_and_no_task():
+    """Not even by name, unless it reads a file, which may be the original's."""
+    program = (
+        "import sys\nfrom async_rlhf.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "from async_rlhf.run import trainer\n"
+        "from async_rlhf.commands import evaluate, generate, pairs, relabel, reward, serve, sft, train\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[1:2] and m.split('.')[:1] == ['async_rlhf'] "
+        "and m.split('.')[1] in ('compat', 'studies', 'tasks')), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "[]"

@@ -60,20 +60,6 @@ def test_imports_go_downward():
     assert upward == []
 
 
-def test_a_command_of_the_core_loads_no_study_no_format_of_others_and_no_task():
-    """Not even by name, unless it reads a file, which may be the original's."""
-    program = (
-        "import sys\nfrom async_rlhf.cli import main\n"
-        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
-        "from async_rlhf.run import trainer\n"
-        "from async_rlhf.commands import evaluate, generate, pairs, relabel, reward, serve, sft, train\n"
-        "print(sorted(m for m in sys.modules if m.split('.')[1:2] and m.split('.')[:1] == ['async_rlhf'] "
-        "and m.split('.')[1] in ('compat', 'studies', 'tasks')), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr.strip().splitlines()[-1] == "[]"
-
-
 def test_the_loop_knows_no_engine_and_algorithms_know_only_configurations_and_tensors():
     for name in ("run/loop.py", "run/schedule.py", "learner/learner.py"):
         modules = imports(FILES[PACKAGE / name])
