@@ -45,9 +45,9 @@ def done_by(stage: Stage, ranks: Ranks) -> dict[str, Any] | None:
     return ranks.broadcast("finished stage", stage.done)
 
 
-def lead_first(ranks: Ranks, place: str, compute: Callable[[], T]) -> T:
+def lead_first(ranks: Ranks, label: str, compute: Callable[[], T]) -> T:
     """What ``compute`` returns, by rank 0 first: the others find in caches what it has made there."""
     if ranks.is_main:
-        found = compute()
-    ranks.barrier(place)
-    return found if ranks.is_main else compute()
+        output = compute()
+    ranks.barrier(label)
+    return output if ranks.is_main else compute()

@@ -42,14 +42,14 @@ class Finding(NamedTuple):
 def run_doctor(_config: DoctorConfig) -> dict[str, Any]:
     """Print the findings. Returns {"findings": [{"name", "value", "problem"}], "problems": how many have one}."""
     findings = [*_software(), *_gpus(), *_host()]
-    width = max(len(one.name) for one in findings)
-    for one in findings:
-        print(f"{'!!' if one.problem else 'ok'}  {one.name:<{width}}  {one.value}")
-        if one.problem:
-            print(f"    {'':<{width}}  {one.problem}")
-    problems = sum(bool(one.problem) for one in findings)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{'!!' if finding.problem else 'ok'}  {finding.name:<{width}}  {finding.value}")
+        if finding.problem:
+            print(f"    {'':<{width}}  {finding.problem}")
+    problems = sum(bool(finding.problem) for finding in findings)
     print(f"{problems} of {len(findings)} need your attention" if problems else "all is as it should be")
-    return {"findings": [one._asdict() for one in findings], "problems": problems}
+    return {"findings": [finding._asdict() for finding in findings], "problems": problems}
 
 
 def _software() -> Iterator[Finding]:
@@ -150,15 +150,11 @@ def _host() -> Iterator[Finding]:
         yield Finding("memory", f"{free:.0f} of {total:.0f} GB free, {os.cpu_count()} cores", problem)
     caches = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     temporary = Path(tempfile.gettempdir())
-    for name, place in (
-        ("disk for runs", Path.cwd()),
-        ("disk for models", caches),
-        ("disk for other files", temporary),
-    ):
-        there = next(each for each in (place.absolute(), *place.absolute().parents) if each.exists())
+    for name, path in (("disk for runs", Path.cwd()), ("disk for models", caches), ("disk for other files", temporary)):
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
         free = shutil.disk_usage(there).free / _GB
         problem = "an 8B model is 16 GB, its checkpoint 96 GB" if free < _LEAST_DISK_GB else ""
-        yield Finding(name, f"{free:.0f} GB free at {place}", problem)
+        yield Finding(name, f"{free:.0f} GB free at {path}", problem)
     shared = Path("/dev/shm")
     if shared.is_dir():
         size = shutil.disk_usage(shared).total / _GB

@@ -79,8 +79,8 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
         pairwise = PairwiseJudge(config.judge, folder / "verdicts.jsonl")
     evaluation = collected(config, models, folder, ranks)
     reference = config.reference or next(iter(evaluation.answers))
-    right = f"must be one of the models: {', '.join(evaluation.answers)}"
-    require(reference in evaluation.answers, "reference", reference, right)
+    rule = f"must be one of the models: {', '.join(evaluation.answers)}"
+    require(reference in evaluation.answers, "reference", reference, rule)
     if judge is None and len(evaluation.everyone) < 2:
         raise ConfigError("judge.url: there is one model and no human response; must have something to compare it with")
     notes = []
@@ -90,7 +90,9 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
     scoring = {} if evaluation.plays and config.generations is not None else vars(config)  # the world is not known
     results: dict[str, Any] = {
         "reference": reference,
-        "reward": reward_name(scoring, [one.source for one in evaluation.answers.values() if one.source is not None]),
+        "reward": reward_name(
+            scoring, [answers.source for answers in evaluation.answers.values() if answers.source is not None]
+        ),
         "prompts": len(evaluation.lines),
         "dropped": evaluation.dropped,
         "reference_response": None if evaluation.human is None else evaluation.reward(evaluation.human),
@@ -99,8 +101,8 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
     }
     if evaluation.plays:
         results["notes"] = [*notes, "KL and perplexities are of single answers, and left out here."]
-        for name, one in evaluation.answers.items():
-            results["models"][name] |= about_lengths(one)
+        for name, answers in evaluation.answers.items():
+            results["models"][name] |= about_lengths(answers)
     else:
         add_likelihoods(evaluation, results["models"], reference, device, Parallel(ranks))
     if ranks.is_main:
@@ -110,13 +112,15 @@ def _evaluated(config: EvaluateConfig, models: Mapping[str, str], stage: Stage, 
 
 def _comparisons(evaluation: Evaluation, reference: str, pairwise: PairwiseJudge | None) -> dict[str, dict[str, Any]]:
     """By model, its reward, and how it compares with the human and with the reference."""
-    found = {name: evaluation.reward(one) for name, one in evaluation.answers.items()}
-    for name, one in evaluation.answers.items():
+    comparisons = {name: evaluation.reward(answers) for name, answers in evaluation.answers.items()}
+    for name, answers in evaluation.answers.items():
         for opponent in (HUMAN, reference):
             if opponent in evaluation.everyone and opponent != name:
                 label = f"evaluate: {name} and {opponent}"
-                found[name] |= _compared(opponent, evaluation, one, evaluation.everyone[opponent], pairwise, label)
-    return found
+                comparisons[name] |= _compared(
+                    opponent, evaluation, answers, evaluation.everyone[opponent], pairwise, label
+                )
+    return comparisons
 
 
 def _publish(config: EvaluateConfig, stage: Stage, results: dict[str, Any], samples: list[dict[str, Any]]) -> None:
@@ -134,39 +138,49 @@ def _score(evaluation: Evaluation, judge: RewardJudge) -> list[str]:
     """Score all answers; returns how the scores differ from those of training, in words."""
     config, lines, everyone = evaluation.config, evaluation.lines, evaluation.everyone
     try:
-        penalties = training_penalties(one.source for one in evaluation.answers.values() if one.source is not None)
+        penalties = training_penalties(
+            answers.source for answers in evaluation.answers.values() if answers.source is not None
+        )
     except ConfigError:
         if config.penalties is not None:
             raise
         penalties = None
-    for name, one in everyone.items():
+    for name, answers in everyone.items():
         logger.info("evaluate: scoring %s", name)
         queries = [Rendered(line.query) if line.columns.get(MESSAGES) else line.query for line in lines]
-        more = _conversations(lines, one)
-        if one.episodes:
-            more["metrics"] = [episode["metrics"] for episode in one.episodes]
-        one.scores = [sum(episode["rewards"]) for episode in one.episodes]  # their own, to which others are added
+        more = _conversations(lines, answers)
+        if answers.episodes:
+            more["metrics"] = [episode["metrics"] for episode in answers.episodes]
+        # Their own, to which others are added.
+        answers.scores = [sum(episode["rewards"]) for episode in answers.episodes]
         if judge.model is not None or config.reward_funcs:
-            judged = judge(queries, [line.columns for line in lines], one.texts, one.ended, more)
-            one.scores = [own + other for own, other in zip(one.scores or [0.0] * len(judged), judged, strict=True)]
-        require(len(one.scores) > 0, "reward_funcs", [], "must be given, or a reward_model: no answer is an episode")
+            judged = judge(queries, [line.columns for line in lines], answers.texts, answers.ended, more)
+            answers.scores = [
+                score + other for score, other in zip(answers.scores or [0.0] * len(judged), judged, strict=True)
+            ]
+        require(
+            len(answers.scores) > 0, "reward_funcs", [], "must be given, or a reward_model: no answer is an episode"
+        )
     if penalties is None:
-        right = "must be null: no model is in the folder of a run with penalties, beside its run.yml"
-        require(config.penalties is None, "penalties", config.penalties, right)
+        rule = "must be null: no model is in the folder of a run with penalties, beside its run.yml"
+        require(config.penalties is None, "penalties", config.penalties, rule)
         return []
-    penalised = {name: penalties.applied(one.scores or (), one.ended, one.lengths) for name, one in everyone.items()}
+    penalised = {
+        name: penalties.applied(answers.scores or (), answers.ended, answers.lengths)
+        for name, answers in everyone.items()
+    }
     if config.penalties is None:
         means = ", ".join(f"{name} {sum(penalised[name]) / len(lines):.3f}" for name in evaluation.answers)
         without = f"Scores here are without penalties; {penalties}"
         return [f"{without}. With that the means are: {means} (--penalties training)."]
-    for name, one in everyone.items():
-        one.scores = penalised[name]
+    for name, answers in everyone.items():
+        answers.scores = penalised[name]
     return [f"Scores here are those of training: {penalties}."]
 
 
-def _conversations(lines: Sequence[Generation], one: Answers) -> dict[str, list[Any]]:
+def _conversations(lines: Sequence[Generation], answers: Answers) -> dict[str, list[Any]]:
     """See :func:`~async_rlhf.data.rendering.conversations`."""
-    return as_columns([line.columns.get(MESSAGES) or () for line in lines], one.said) if one.said else {}
+    return as_columns([line.columns.get(MESSAGES) or () for line in lines], answers.said) if answers.said else {}
 
 
 def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Source]:
@@ -184,39 +198,39 @@ def _compared(
     opponent: str, evaluation: Evaluation, ours: Answers, theirs: Answers, pairwise: PairwiseJudge | None, label: str
 ) -> dict[str, Any]:
     """Win-rates and the difference of scores against one opponent."""
-    found: dict[str, Any] = {}
+    comparison: dict[str, Any] = {}
     if pairwise is not None:
         pairs = [Pair(line.query, a, b) for line, a, b in zip(evaluation.lines, ours.texts, theirs.texts, strict=True)]
         won, shares = pairwise.outcomes(pairs, label)
-        found |= {f"{name}_vs_{opponent}": share for name, share in shares.items()}
+        comparison |= {f"{name}_vs_{opponent}": share for name, share in shares.items()}
     else:
         assert ours.scores is not None
         assert theirs.scores is not None
         won = statistics.outcomes(ours.scores, theirs.scores)
         difference = statistics.paired_difference(ours.scores, theirs.scores, evaluation.clusters)
-        found[f"reward_difference_vs_{opponent}"] = difference._asdict()
+        comparison[f"reward_difference_vs_{opponent}"] = difference._asdict()
     longer = [a - b for a, b in zip(ours.lengths, theirs.lengths, strict=True)]
     return {
         f"win_rate_vs_{opponent}": statistics.win_rate(won, evaluation.clusters)._asdict(),
         f"ties_vs_{opponent}": won.count(0.5) / len(won),
         f"length_controlled_win_rate_vs_{opponent}": statistics.length_controlled_win_rate(won, longer)._asdict(),
-        **found,
+        **comparison,
     }
 
 
-def _episode(one: Answers, i: int) -> dict[str, Any]:
+def _episode(answers: Answers, i: int) -> dict[str, Any]:
     """What an episode's row has besides, and in place of the completion: the conversation, who said what."""
-    if not one.episodes:
+    if not answers.episodes:
         return {}
-    found = one.episodes[i]
-    return {"completion": conversation(found["messages"], found["rewards"]), **found}
+    episode = answers.episodes[i]
+    return {"completion": conversation(episode["messages"], episode["rewards"]), **episode}
 
 
 def _sample_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     human = evaluation.human
 
-    def score(one: Answers, i: int) -> float | None:
-        return None if one.scores is None else one.scores[i]
+    def score(answers: Answers, i: int) -> float | None:
+        return None if answers.scores is None else answers.scores[i]
 
     return [
         {
@@ -224,8 +238,13 @@ def _sample_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "reference_response": None if human is None else human.texts[i],
             "reference_score": None if human is None else score(human, i),
             "models": {
-                name: {"completion": one.texts[i], "score": score(one, i), "ended": one.ended[i], **_episode(one, i)}
-                for name, one in evaluation.answers.items()
+                name: {
+                    "completion": answers.texts[i],
+                    "score": score(answers, i),
+                    "ended": answers.ended[i],
+                    **_episode(answers, i),
+                }
+                for name, answers in evaluation.answers.items()
             },
         }
         for i, line in enumerate(evaluation.lines)

@@ -64,20 +64,22 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
     config, folder = with_first_gpu(config), Path(config.output_dir)
     with on_ranks(config, "generate") as ranks:
         models = ranks.broadcast("models", lambda: models_of(config))
-        prompts, dropped, found = generate(config, models, folder, ranks)
+        prompts, dropped, generations = generate(config, models, folder, ranks)
     summary = {
         name: {
-            "mean_length": sum(len(one.tokens) for one in lines) / len(lines),
-            "ended_share": sum(one.finish_reason == "stop" for one in lines) / len(lines),
+            "mean_length": sum(len(line.tokens) for line in lines) / len(lines),
+            "ended_share": sum(line.finish_reason == "stop" for line in lines) / len(lines),
             **played(lines),
         }
-        for name, lines in found.items()
+        for name, lines in generations.items()
     }
-    for name, one in summary.items():
-        logger.info("%s: %.1f tokens on average, %.1f%% ended", name, one["mean_length"], 100 * one["ended_share"])
-        if "mean_turns" in one:
-            logger.info("%s: %.1f turns on average, reward %.3f", name, one["mean_turns"], one["mean_reward"])
-    logger.info("generate: %d prompts, %d models, in %s", len(prompts), len(found), folder)
+    for name, figures in summary.items():
+        logger.info(
+            "%s: %.1f tokens on average, %.1f%% ended", name, figures["mean_length"], 100 * figures["ended_share"]
+        )
+        if "mean_turns" in figures:
+            logger.info("%s: %.1f turns on average, reward %.3f", name, figures["mean_turns"], figures["mean_reward"])
+    logger.info("generate: %d prompts, %d models, in %s", len(prompts), len(generations), folder)
     return {"prompts": len(prompts), "dropped": dropped, "models": summary}
 
 
@@ -99,16 +101,16 @@ def generate(
     judged = isinstance(config, EvaluateConfig)
     if judged and len(prompts) < 2:
         raise ConfigError(f"data: got {len(prompts)} prompt; must be 2 at least, for intervals")
-    own = {item.name: getattr(config, item.name) for item in fields(HeldOutConfig)}
+    settings = {item.name: getattr(config, item.name) for item in fields(HeldOutConfig)}
     if judged:  # judging again needs no new sampling, unless the samples would differ
-        own["overwrite"] = False
-    found = {}
+        settings["overwrite"] = False
+    generations = {}
     with closing(Engines(config, max(len(prompt.tokens) for prompt in prompts), ranks, episodes)) as engines:
         for name, source in models.items():
-            each = GenerateConfig(**{**own, "models": {name: source}, "run": None, "checkpoints": []})
+            each = GenerateConfig(**{**settings, "models": {name: source}, "run": None, "checkpoints": []})
             anew = judged and config.overwrite
-            found[name] = _generated(name, each, prompts, tokenizer, engines, folder, anew)
-    return prompts, dropped, found
+            generations[name] = _generated(name, each, prompts, tokenizer, engines, folder, anew)
+    return prompts, dropped, generations
 
 
 def _limits(config: HeldOutConfig) -> GenerationConfig:
@@ -137,8 +139,8 @@ def with_first_gpu(config: Config) -> Config:
     device = torch.device(config.device or "cpu")
     if find(config.engine).environment is None or device.type != "cuda" or not device.index:
         return config
-    right = "must be the first GPU with vLLM: this process has used GPUs already; or show it no others from its start"
-    require(not torch.cuda.is_initialized(), "device", config.device, right)
+    rule = "must be the first GPU with vLLM: this process has used GPUs already; or show it no others from its start"
+    require(not torch.cuda.is_initialized(), "device", config.device, rule)
     gpus = range(device.index, device.index + config.vllm.tensor_parallel_size)
     os.environ.update(gpu_environment([f"cuda:{gpu}" for gpu in gpus], "device"))
     return replace(config, device="cuda")
@@ -146,7 +148,7 @@ def with_first_gpu(config: Config) -> Config:
 
 def with_prompt_cap(config: Config, models: Mapping[str, str]) -> Config:
     """The configuration with ``max_prompt_length`` and ``episode_length`` resolved."""
-    by_key = {f"models.{name}": place for name, place in models.items()}
+    by_key = {f"models.{name}": source for name, source in models.items()}
     if config.plays and config.episode_length is None:
         longest = _limits(config).longest_episode
         prompt, length = shared_room(by_key, longest, config.max_prompt_length, config.trust_remote_code)

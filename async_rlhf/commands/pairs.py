@@ -134,5 +134,5 @@ def best_and_worst(
 
 
 def _tokens(side: str, row: int, tokens: Sequence[tuple[int, ...] | None] | None) -> dict[str, list[int]]:
-    found = None if tokens is None else tokens[row]
-    return {} if found is None else {f"{side}_tokens": list(found)}
+    ids = None if tokens is None else tokens[row]
+    return {} if ids is None else {f"{side}_tokens": list(ids)}

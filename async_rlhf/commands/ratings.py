@@ -113,7 +113,7 @@ def evaluate_ratings(
     predicted_R = scale.mean + scale.sd * scores_R
     squares = (predicted_R - ratings_R).square()
     spread = (ratings_R - ratings_R.mean()).square().sum().item()
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "eval_rows": len(rows),
         "eval_loss": squares.mean().item() / scale.sd**2,
         "eval_rmse": squares.mean().sqrt().item(),
@@ -122,21 +122,21 @@ def evaluate_ratings(
     for name, correlation, spearmans in (("eval_pearson", pearson, False), ("eval_spearman", spearman, True)):
         value = correlation(scores_R.tolist(), ratings_R.tolist())
         interval = None if value is None else correlation_interval(value, len(rows), spearmans)
-        found |= {name: value, f"{name}_low": interval and interval.low, f"{name}_high": interval and interval.high}
+        metrics |= {name: value, f"{name}_low": interval and interval.low, f"{name}_high": interval and interval.high}
     return {
-        **found,
+        **metrics,
         **rating_calibration(predicted_R, ratings_R),
         "score_mean": scores_R.mean().item(),
         "score_sd": scores_R.std(correction=0).item(),
     }
 
 
-def ratings_summary(found: Mapping[str, Any]) -> str:
+def ratings_summary(results: Mapping[str, Any]) -> str:
     """The results of :func:`evaluate_ratings` in one line."""
-    shown = {name: "undefined" if found[name] is None else f"{found[name]:.3f}" for name in _SHOWN}
+    shown = {name: "undefined" if results[name] is None else f"{results[name]:.3f}" for name in _SHOWN}
     rest = f"R^2 {shown['eval_r2']}, Spearman {shown['eval_spearman']}, Pearson {shown['eval_pearson']}, error"
-    errors = f"{found['eval_rmse']:.3g} of ratings with sd {found['rating_sd']:.3g}"
-    return f"on {found['eval_rows']} held-out rows {rest} {errors}"
+    errors = f"{results['eval_rmse']:.3g} of ratings with sd {results['rating_sd']:.3g}"
+    return f"on {results['eval_rows']} held-out rows {rest} {errors}"
 
 
 def rating_calibration(predicted_R: Tensor, ratings_R: Tensor) -> dict[str, Any]:
@@ -191,9 +191,9 @@ def run_pairs_from_ratings(config: PairsConfig) -> dict[str, float]:
     drawn, possible = _drawn(_sides(rows, parts, config.eval_fraction), ratings, config)
     pairs = [_pair(better, worse, rows, parts, ratings) for better, worse in drawn]
     margins = [pair["chosen_score"] - pair["rejected_score"] for pair in pairs]
-    found = {"rows": len(rows), "dropped": count - len(rows), "possible": possible, "pairs": len(pairs)}
+    counts = {"rows": len(rows), "dropped": count - len(rows), "possible": possible, "pairs": len(pairs)}
     logger.info("pairs: %d from %d rated rows, of %d that differ enough", len(pairs), len(rows), possible)
-    results = {**found, "score_margin": sum(margins) / len(margins)}
+    results = {**counts, "score_margin": sum(margins) / len(margins)}
     stage.publish_files({output: json_lines(pairs)}, results)
     return results
 
@@ -225,10 +225,10 @@ def _drawn(
         pairs, possible = pairs + drawn, possible + there
     groups = [group for side in sides for group in side]
     most = max(max(ratings[i] for i in group) - min(ratings[i] for i in group) for group in groups)
-    found = f"the {len(groups)} prompts of {len(ratings)} rows have no two ratings that differ by more than {most:g}"
+    problem = f"the {len(groups)} prompts of {len(ratings)} rows have no two ratings that differ by more than {most:g}"
     if all(len(group) == 1 for group in groups):
-        found = f"each of the {len(groups)} prompts has one row, and a pair needs two"
-    require(len(pairs) > 0, "margin", config.margin, f"{found}; `reward` also learns from ratings as they are")
+        problem = f"each of the {len(groups)} prompts has one row, and a pair needs two"
+    require(len(pairs) > 0, "margin", config.margin, f"{problem}; `reward` also learns from ratings as they are")
     return pairs, possible
 
 

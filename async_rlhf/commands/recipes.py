@@ -33,9 +33,9 @@ def run_recipes(config: RecipesConfig) -> None:
     """
     names = sorted(p.relative_to(_RECIPES).as_posix() for p in _RECIPES.glob("*/*") if p.is_file())
     if config.name is None:
-        return _print_all(f"{one:<36} {_first_words(_RECIPES / one)}".rstrip() for one in names)
+        return _print_all(f"{path:<36} {_first_words(_RECIPES / path)}".rstrip() for path in names)
     name = config.name.rstrip("/")
-    if name not in {*names, *(one.split("/")[0] for one in names)}:
+    if name not in {*names, *(path.split("/")[0] for path in names)}:
         raise ConfigError(f"name: got {config.name!r}; must be one that async-rlhf recipes lists, or a folder of those")
     source, copy = _RECIPES / name, Path("recipes") / name
     require(not copy.exists(), "name", config.name, f"{copy} is here already")

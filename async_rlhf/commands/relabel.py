@@ -54,16 +54,18 @@ def _relabelled_splits(
         ranks, "reading", lambda: {split: load_rows(config.data, split, key="data") for split in config.splits}
     )
     judge = RewardJudge.of(config, rank_device(config, ranks), ranks)
-    files, found = {}, {}
+    files, results = {}, {}
     for split, rows in data.items():
-        relabelled, found[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)
-        one = found[split]
+        relabelled, results[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)
+        counts = results[split]
         if ranks.is_main:
             files[outputs[split]] = json_lines(relabelled)
-        logger.info("relabel: %s: %d pairs, %d swapped, %d ties", split, one["pairs"], one["swapped"], one["ties"])
+        logger.info(
+            "relabel: %s: %d pairs, %d swapped, %d ties", split, counts["pairs"], counts["swapped"], counts["ties"]
+        )
     if ranks.is_main:
-        stage.publish_files(files, found)
-    return found
+        stage.publish_files(files, results)
+    return results
 
 
 def relabel(

@@ -86,9 +86,9 @@ def _task(config: RewardConfig, on_meta: bool, now: datetime) -> Task:
         zero, size = reference or own_reference, 2 * config.per_device_train_batch_size
         return {"score_offset": center_scores(model, zero, size, parallel) if config.center and zero else 0.0}
 
-    def summary(found: dict[str, Any]) -> str:
-        moved = f"; scores moved by {-found['score_offset']:.3f}" if found["score_offset"] else ""
-        return task.summary(found) + moved
+    def summary(results: dict[str, Any]) -> str:
+        moved = f"; scores moved by {-results['score_offset']:.3f}" if results["score_offset"] else ""
+        return task.summary(results) + moved
 
     return replace(task, finish=finish, summary=summary)
 
@@ -102,9 +102,9 @@ def _read(config: RewardConfig) -> tuple[Rows, Rows, bool]:
         require_different(read_ratings(rows, field, "train"), field, "train")
         if heldout is not None:
             read_ratings(heldout, field, "eval")
-        right = "must be 0 with ratings, whose mean is the zero"
+        rule = "must be 0 with ratings, whose mean is the zero"
         weight = config.center_rewards_coefficient
-        require(weight == 0, "center_rewards_coefficient", weight, right)
+        require(weight == 0, "center_rewards_coefficient", weight, rule)
     else:
         _require_pairs(rows, field)
     rows, heldout, _ = divided(config, rows, heldout)
@@ -118,8 +118,8 @@ def _require_pairs(rows: Rows, field: str) -> None:
     """Require the first row to be a pair, and no other column to be named for ratings."""
     columns = columns_of(rows[0])
     if "chosen" not in rows[0] and "rejected" not in rows[0]:
-        right = f"must have `chosen` and `rejected`, or a rating in {field!r} (score_field)"
-        raise ConfigError(f"train: row 1 has {columns}; {right}")
+        rule = f"must have `chosen` and `rejected`, or a rating in {field!r} (score_field)"
+        raise ConfigError(f"train: row 1 has {columns}; {rule}")
     require(field == SCORE, "score_field", field, "must be left out with pairs (`chosen` and `rejected`)")
 
 
@@ -214,8 +214,8 @@ def encode_pairs(
     lengths = [prompts.lengths() + side.lengths() + has_ended for side, has_ended in both]
     different = lengths[0] != lengths[1]
     for number in np.flatnonzero(~different).tolist():  # only tokens of equal number can be the same
-        one = pair(number)
-        different[number] = one.chosen != one.rejected
+        candidate = pair(number)
+        different[number] = candidate.chosen != candidate.rejected
     longer = np.maximum(*lengths)
     kept = Examples.of(pair, longer, different & (np.minimum(*lengths) > 0) & (longer <= longest))
     if not kept:

@@ -99,8 +99,8 @@ def calibration(margins_R: Tensor) -> dict[str, Any]:
 
 def _floor(confidence_R: Tensor, bins_R: Tensor) -> float:
     """The mean calibration error of models that are right with just these probabilities, by simulation."""
-    chance, found = torch.Generator().manual_seed(0), 0.0
+    chance, total = torch.Generator().manual_seed(0), 0.0
     for _ in range(_DRAWS):
         right_R = torch.rand(len(confidence_R), generator=chance, dtype=torch.float64) < confidence_R
-        found += torch.zeros(_BINS).double().index_add_(0, bins_R, right_R.double() - confidence_R).abs().sum().item()
-    return found / _DRAWS / len(confidence_R)
+        total += torch.zeros(_BINS).double().index_add_(0, bins_R, right_R.double() - confidence_R).abs().sum().item()
+    return total / _DRAWS / len(confidence_R)

@@ -46,15 +46,15 @@ def run_serve(config: ServeConfig) -> NoReturn:
     os.execve(sys.executable, list(replicas[0].words), dict(replicas[0].environment))
 
 
-def _check_gpus(config: ServeConfig, found: int | None) -> None:
+def _check_gpus(config: ServeConfig, gpus: int | None) -> None:
     """Require enough of them."""
     each, needed = config.tensor_parallel_size, config.tensor_parallel_size * config.replicas
-    if found is None or needed <= found:
+    if gpus is None or needed <= gpus:
         return
-    if each > found:
-        require(False, "tensor_parallel_size", each, f"must be at most {found}, the GPUs that this process sees")
-    right = f"must be at most {found // each}: each takes {each} of the {found} GPUs that this process sees"
-    require(False, "replicas", config.replicas, right)
+    if each > gpus:
+        require(False, "tensor_parallel_size", each, f"must be at most {gpus}, the GPUs that this process sees")
+    rule = f"must be at most {gpus // each}: each takes {each} of the {gpus} GPUs that this process sees"
+    require(False, "replicas", config.replicas, rule)
 
 
 def _require_free(host: str, port: int) -> None:

@@ -164,8 +164,8 @@ def encode_rows(
     kept = Examples.of(example, lengths, (lengths >= least) & (lengths <= longest))
     dropped = len(lengths) - len(kept)
     if not kept:
-        right = f"no row of {key} has {least} to {longest} tokens (the shortest has {lengths.min()})"
-        raise ConfigError(f"max_length: got {longest}; {right}")
+        problem = f"no row of {key} has {least} to {longest} tokens (the shortest has {lengths.min()})"
+        raise ConfigError(f"max_length: got {longest}; {problem}")
     if dropped:
         logger.warning("%s: dropped %d of %d rows: not %d to %d tokens", key, dropped, len(lengths), least, longest)
     return kept, dropped
@@ -178,8 +178,8 @@ def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedMode
     if config.model is not None:
         tokenizer = load_tokenizer(config.model, trust=trust)
         added = [] if template is None else use_template(tokenizer, template)
-        right = f"must be 0 where chat_template adds tokens ({', '.join(added)}): adapters do not train embeddings"
-        require(not added or config.lora.rank == 0, "lora.rank", config.lora.rank, right)
+        rule = f"must be 0 where chat_template adds tokens ({', '.join(added)}): adapters do not train embeddings"
+        require(not added or config.lora.rank == 0, "lora.rank", config.lora.rank, rule)
         if config.lora.target_modules and (bare := bare_model(config.model, trust)) is not None:
             add_adapters(bare, config.lora, config.seed)  # an error before the weights are loaded
         model = load_policy(config.model, trust=trust, on_meta=on_meta and not added)

@@ -123,14 +123,14 @@ class Stage:
 
     def _done(self) -> dict[str, Any] | None:
         identity = self.identity
-        found = self._read_marker()
-        if found is None:
+        record = self._read_marker()
+        if record is None:
             self._check_place()
             return None
         if self.config.overwrite:
             logger.info("%s: done already, in %s; doing it again", self.name, self.folder)
             return None
-        differences = list(_differences(found, identity))
+        differences = list(_differences(record, identity))
         if differences:
             raise ConfigError(
                 f"{self.name}: {str(self.folder)!r} holds the result of another configuration:\n  "
@@ -142,7 +142,7 @@ class Stage:
         if not self.one_of_many:
             logger.info("%s: done already, in %s", self.name, self.folder)
         self._list_of_begun.unlink(missing_ok=True)
-        return found["results"]
+        return record["results"]
 
     def _check_place(self) -> None:
         """Require that nothing but this stage's own files would be lost."""
@@ -192,25 +192,25 @@ class Stage:
         if not self.marker.is_file():
             return None
         try:
-            found = from_json(self.marker.read_text(encoding="utf-8"))
+            record = from_json(self.marker.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} is not JSON: {error}; move it away") from error
-        if not isinstance(found, dict) or found.get("stage") != self.name:
+        if not isinstance(record, dict) or record.get("stage") != self.name:
             raise ConfigError(f"{self.name}: {str(self.marker)!r} was not written by this stage; choose another output")
-        values = without_gpu(with_new_keys(found["config"], self.config), self.config)
+        values = without_gpu(with_new_keys(record["config"], self.config), self.config)
         config = {key: value for key, value in values.items() if decides_result(self.config, key)}
-        return {**found, "config": without_secrets(config)}
+        return {**record, "config": without_secrets(config)}
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
+def _differences(record: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterable[str]:
     """One line for each key whose value or content has changed."""
-    old, new = found["inputs"], wanted["inputs"]
+    old, new = record["inputs"], wanted["inputs"]
     for key in sorted(old):  # an older version has noted fewer
         if old[key] != new.get(key):
-            was, now = found["config"].get(key), wanted["config"].get(key)
+            was, now = record["config"].get(key), wanted["config"].get(key)
             yield f"{key}: was {was!r} ({old.get(key)}), is {now!r} ({new.get(key)})"
     inputs = tuple(old)
-    old, new = found["config"], wanted["config"]
+    old, new = record["config"], wanted["config"]
     for key in sorted(old.keys() | new.keys()):
         compared = any(key == name or key.startswith(f"{name}.") for name in inputs)
         if not compared and old.get(key) != new.get(key):
@@ -233,9 +233,9 @@ def _json_line(row: Mapping[str, Any]) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(child) for child in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -150,15 +150,15 @@ class StageLoop(Loop):
         steps = self.run.config.num_batches
         wanted = self.run.ranks.broadcast("evaluate?", lambda: control.should_evaluate)
         if wanted and batch < steps:
-            found, epoch = self.evaluate()
-            logger.info("step %d of %d: held-out loss %.4f", batch, steps, found["eval_loss"])
-            self.run.callbacks.log({**_numbers(found), "epoch": epoch})
+            metrics, epoch = self.evaluate()
+            logger.info("step %d of %d: held-out loss %.4f", batch, steps, metrics["eval_loss"])
+            self.run.callbacks.log({**_numbers(metrics), "epoch": epoch})
 
     def evaluate(self) -> tuple[dict[str, Any], float]:
         """Metrics of held-out data, if there are any, and the epoch; what are numbers is written into metrics.jsonl."""
-        found = self.task.evaluate(self.run.learner.parallel)
+        metrics = self.task.evaluate(self.run.learner.parallel)
         self.run.learner.model.train()
-        return found, self._write_line(_numbers(found)) if found else 0.0
+        return metrics, self._write_line(_numbers(metrics)) if metrics else 0.0
 
     def _write_line(self, values: dict[str, Any]) -> float:
         """Add step and epoch, which is returned."""
@@ -177,5 +177,5 @@ class StageLoop(Loop):
         return {"config": self.compared, "values": {"seen": dict(self.seen)}}
 
 
-def _numbers(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+def _numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if isinstance(value, (int, float))}

@@ -61,9 +61,9 @@ EVALUATION_PLOT = "studies.report.plots:plot_evaluation"
 """Draws the results of an evaluation."""
 
 
-def import_attribute(place: str) -> Any:
+def import_attribute(reference: str) -> Any:
     """An attribute of a module of this package, "module:attribute"."""
-    module, _, attribute = place.partition(":")
+    module, _, attribute = reference.partition(":")
     return getattr(import_module(f"async_rlhf.{module}"), attribute)
 
 

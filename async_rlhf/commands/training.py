@@ -112,9 +112,9 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -
             loop = StageLoop(run, Trace(), logs, asked, saves, task, config, compared, seen)
             results = {"train_loss": loop.train(), **task.counts}
         results |= task.finish(run.learner.parallel)
-        found, _ = loop.evaluate()
-        results |= found
-        if found:
+        metrics, _ = loop.evaluate()
+        results |= metrics
+        if metrics:
             logger.info("%s: %s", stage.name, task.summary(results))
         results = ranks.broadcast("results", lambda: results)
         _publish(stage, run, folder, results)
@@ -125,25 +125,27 @@ def _prepared(
     config: StageConfig, task: Task, ranks: Ranks, folder: Path, checkpoint: Path | None, resumed: ResumeState | None
 ) -> Training:
     """The learner and what is about it, restored if there is a checkpoint."""
-    own = config.for_learner(len(task.examples), str(folder))
-    parallel, device = make_parallel(own, ranks), rank_device(own, ranks)
+    learner_config = config.for_learner(len(task.examples), str(folder))
+    parallel, device = make_parallel(learner_config, ranks), rank_device(learner_config, ranks)
     # A sharded model reaches the device piece by piece.
     placed(task.model, torch.device("cpu") if parallel.is_sharded else device).eval()
     require_alike(ranks, model=task.model)
-    own = with_sizes(own, [task.model], [], parallel, device, task.algorithm.rows_per_unit)
+    learner_config = with_sizes(learner_config, [task.model], [], parallel, device, task.algorithm.rows_per_unit)
     load = None
     if checkpoint is not None and resumed is not None and not resumed.sharded:
         load = partial(load_weights, folder=checkpoint, tensors=resumed.tensors, trust=config.trust_remote_code)
-    learner = Learner(task.model, None, task.algorithm, own, parallel=parallel, load=load)
+    learner = Learner(task.model, None, task.algorithm, learner_config, parallel=parallel, load=load)
     if ranks.is_main:
         folder.mkdir(parents=True, exist_ok=True)
     shown = {**dotted(without_secrets(asdict(config), HIDDEN)), "num_train_epochs": config.num_epochs}
-    callbacks = Callbacks(own, learner, task.tokenizer, (), shown, tracked_runs(folder) if ranks.is_main else {})
+    callbacks = Callbacks(
+        learner_config, learner, task.tokenizer, (), shown, tracked_runs(folder) if ranks.is_main else {}
+    )
     callbacks.arguments.output_dir = str(folder / _LOGS)
     run = Training(
-        config=own,
+        config=learner_config,
         ranks=ranks,
-        folder=RunFolder(own, checkpoint, 0 if resumed is None else resumed.batch),
+        folder=RunFolder(learner_config, checkpoint, 0 if resumed is None else resumed.batch),
         tokenizer=task.tokenizer,
         learner=learner,
         callbacks=callbacks,
@@ -160,23 +162,23 @@ def _publish(stage: Stage, run: Training, folder: Path, results: dict[str, Any])
     if not run.ranks.is_main:
         write_model(model, run.tokenizer, stage.folder, parallel, dtype)  # rank 0 writes
         return
-    with stage.publish_folder(results) as place:
-        write_model(model, run.tokenizer, place, parallel, dtype)
-        shutil.copy2(folder / METRICS, place / METRICS)
+    with stage.publish_folder(results) as output:
+        write_model(model, run.tokenizer, output, parallel, dtype)
+        shutil.copy2(folder / METRICS, output / METRICS)
         if (logs := folder / _LOGS).is_dir() and any(logs.iterdir()):
-            shutil.copytree(logs, place / _LOGS)
+            shutil.copytree(logs, output / _LOGS)
     _delete(folder)
 
 
 def _unfinished(stage: Stage) -> Path:
-    place = stage.folder.resolve()
-    return place.with_name(f".{place.name}.unfinished")
+    folder = stage.folder.resolve()
+    return folder.with_name(f".{folder.name}.unfinished")
 
 
 def _to_resume(stage: Stage, folder: Path) -> Path | None:
     """The checkpoint to go on from; without one, what is left of an interrupted command is deleted."""
-    config, own = stage.config, Checkpoints(folder)
-    newest, there = own.newest_whole() if config.resume else None, own.all()
+    config, checkpoints = stage.config, Checkpoints(folder)
+    newest, there = checkpoints.newest_whole() if config.resume else None, checkpoints.all()
     if newest is not None:
         return newest
     if there and not config.overwrite:

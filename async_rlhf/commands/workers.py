@@ -34,8 +34,8 @@ def run_workers(config: WorkersConfig) -> None:
     """
     worker_count = WorkerCount(Path(config.run))
     if not _is_training(Path(config.run)) or worker_count.present() is None:
-        right = "must be the output folder of a run that is training, with generator processes or actors"
-        raise ConfigError(f"run: got {config.run!r}; {right}")
+        rule = "must be the output folder of a run that is training, with generator processes or actors"
+        raise ConfigError(f"run: got {config.run!r}; {rule}")
     if config.workers is not None:
         worker_count.ask(config.workers)
         deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -41,35 +41,39 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _loaded(text: str) -> Any:
-    found, *others = _documents(text)
+    document, *others = _documents(text)
     if others:
         raise ValueError("must be one value")
-    return found
+    return document
 
 
 def _documents(text: str) -> list[Any]:
     """The values of JSON that a text is, one after the other: Llama writes calls so, perhaps with ";" between."""
-    found: list[Any] = []
+    documents: list[Any] = []
     rest = text.strip()
     try:
-        while rest or not found:
+        while rest or not documents:
             value, end = json.JSONDecoder().raw_decode(rest)
-            found, rest = [*found, value], rest[end:].lstrip("; \t\r\n")
-        json.dumps(found, ensure_ascii=False).encode()  # refuses half characters, which no tokenizer takes
+            documents, rest = [*documents, value], rest[end:].lstrip("; \t\r\n")
+        json.dumps(documents, ensure_ascii=False).encode()  # refuses half characters, which no tokenizer takes
     except RecursionError as error:
         raise ValueError("too deep") from error
-    return found
+    return documents
 
 
 def _json_calls(body: str, schemas: Schemas) -> Found:
     """{"name": ..., "arguments": {...}}, or several, or a list of these."""
-    found = _documents(body)
+    documents = _documents(body)
     calls: Found = []
-    for one in (each for value in found for each in (value if isinstance(value, list) and value else [value])):
-        one = one.get("function", one) | one if isinstance(one, dict) and isinstance(one.get("function"), dict) else one
-        name = next((one[key] for key in _NAMES if key in one), None) if isinstance(one, dict) else None
-        arguments = next((one[key] for key in _ARGUMENTS if key in one), None) if name is not None else None
-        calls.append((name, arguments, one.get("id") if isinstance(one, dict) else None))
+    for call in (each for value in documents for each in (value if isinstance(value, list) and value else [value])):
+        call = (
+            call.get("function", call) | call
+            if isinstance(call, dict) and isinstance(call.get("function"), dict)
+            else call
+        )
+        name = next((call[key] for key in _NAMES if key in call), None) if isinstance(call, dict) else None
+        arguments = next((call[key] for key in _ARGUMENTS if key in call), None) if name is not None else None
+        calls.append((name, arguments, call.get("id") if isinstance(call, dict) else None))
     return calls
 
 
@@ -77,14 +81,14 @@ def _named_json(separator: str) -> Callable[[str, Schemas], Found]:
     """A name, what separates it, and the JSON of its arguments, perhaps in a fence."""
 
     def read(body: str, schemas: Schemas) -> Found:
-        found = re.search(separator, body)
-        if found is None:
+        match = re.search(separator, body)
+        if match is None:
             raise ValueError("must be a name and arguments")
-        name, rest = body[: found.start()], body[found.end() :]
+        name, rest = body[: match.start()], body[match.end() :]
         rest = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", rest)
         name = re.split(r"\s|<\|", name.strip(), maxsplit=1)[0]  # gpt-oss names the channel, too
-        named, marked, own = name.partition("[CALL_ID]")  # Mistral; Kimi's names with a number are ids
-        called = own if marked else name if ":" in name else None
+        named, marked, call_id = name.partition("[CALL_ID]")  # Mistral; Kimi's names with a number are ids
+        called = call_id if marked else name if ":" in name else None
         return [(named.removeprefix("functions.").partition(":")[0], _loaded(rest), called)]
 
     return read
@@ -93,7 +97,7 @@ def _named_json(separator: str) -> Callable[[str, Schemas], Found]:
 def _typed(name: str, key: str, text: str, schemas: Schemas) -> Any:
     """A value without quotes, by the type that the function's schema gives it."""
     functions = (schema.get("function", schema) for schema in schemas)
-    parameters = next((one.get("parameters") for one in functions if one.get("name") == name), None)
+    parameters = next((function.get("parameters") for function in functions if function.get("name") == name), None)
     types = _types(((parameters or {}).get("properties") or {}).get(key))
     words = {"True": True, "False": False, "None": None}
     if types - {"null"} == {"string"}:
@@ -108,9 +112,9 @@ def _types(schema: Any) -> set[str]:
     """The types of JSON that a schema allows, as far as it says."""
     if not isinstance(schema, Mapping):
         return set()
-    own = schema.get("type") or ()
-    found = {own} if isinstance(own, str) else set(own)
-    return found.union({"null"} if schema.get("nullable") else (), *map(_types, schema.get("anyOf") or ()))
+    names = schema.get("type") or ()
+    types = {names} if isinstance(names, str) else set(names)
+    return types.union({"null"} if schema.get("nullable") else (), *map(_types, schema.get("anyOf") or ()))
 
 
 def _tagged(name: str, parameters: str) -> Callable[[str, Schemas], Found]:
@@ -118,10 +122,10 @@ def _tagged(name: str, parameters: str) -> Callable[[str, Schemas], Found]:
     names, keys = _pattern(name), _pattern(parameters)
 
     def read(body: str, schemas: Schemas) -> Found:
-        found = names.search(body)
-        if found is None:
+        name_match = names.search(body)
+        if name_match is None:
             raise ValueError("it has no name of a function")
-        called = found[1].strip()
+        called = name_match[1].strip()
         pairs = [(match[1].strip(), match[2]) for match in keys.finditer(body)]
         return [(called, {key: _typed(called, key, text, schemas) for key, text in pairs})]
 
@@ -133,14 +137,14 @@ def _pythonic(body: str, schemas: Schemas) -> Found:
     try:
         tree = ast.parse(body.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        found: Found = []
+        parsed: Found = []
         for call in calls:
             if not isinstance(call, ast.Call) or call.args or any(pair.arg is None for pair in call.keywords):
                 raise ValueError("must be calls with named arguments, such as [f(a=1)]")
-            found.append((ast.unparse(call.func), {str(pair.arg): _literal(pair.value) for pair in call.keywords}))
+            parsed.append((ast.unparse(call.func), {str(pair.arg): _literal(pair.value) for pair in call.keywords}))
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"it is no list of calls: {error}") from error
-    return found
+    return parsed
 
 
 def _literal(node: ast.expr) -> Any:
@@ -279,8 +283,8 @@ class CallParser:
             if [each["function"] for each in calls] == [call["function"]]:
                 return form
         if self._schemas:
-            right = "must be a form that is known here, or the tokenizer must have a response_template that reads it"
-            raise ConfigError(f"tokenizer: its chat template writes a call as {written!r:.200}; {right}")
+            rule = "must be a form that is known here, or the tokenizer must have a response_template that reads it"
+            raise ConfigError(f"tokenizer: its chat template writes a call as {written!r:.200}; {rule}")
         return _HERMES
 
     def parse(self, text: str, prefix: str = "") -> Message:
@@ -298,8 +302,8 @@ class CallParser:
             return self._parse_by_template(text, prefix)
         thought, rest = self._split(text.removesuffix(self._template.lead), prefix)
         content, calls, errors = _taken(rest, self._form, self._schemas)
-        found = _message({"content": content if calls else rest}, calls, errors)
-        return found | ({"reasoning_content": thought} if thought else {})
+        message = _message({"content": content if calls else rest}, calls, errors)
+        return message | ({"reasoning_content": thought} if thought else {})
 
     def thought(self, text: str, prefix: str = "") -> Message:
         """The same where there are no tools to call."""
@@ -322,9 +326,9 @@ class CallParser:
 
     def _parse_by_template(self, text: str, prefix: str) -> Message:
         try:
-            found = self._tokenizer.parse_response(text, prefix=prefix, tools=self._schemas)
-            calls = [_checked(*_json_calls(json.dumps(one), ())[0]) for one in found.pop("tool_calls", ())]
-            return _message(found, calls)
+            message = self._tokenizer.parse_response(text, prefix=prefix, tools=self._schemas)
+            calls = [_checked(*_json_calls(json.dumps(call), ())[0]) for call in message.pop("tool_calls", ())]
+            return _message(message, calls)
         except Exception as error:  # of any kind: the template's parsers meet what they were not made for
             return _message({"content": text}, errors=[f"the message cannot be read: {error}"])
 
@@ -339,7 +343,7 @@ def _taken(text: str, form: _Form, schemas: Schemas) -> tuple[str, list[dict[str
         if body is None:  # a thought
             return match[0]
         try:
-            calls.extend(_checked(*one) for one in form.read(body, schemas))
+            calls.extend(_checked(*call) for call in form.read(body, schemas))
         except ValueError as error:
             errors.append(f"call {len(calls) + len(errors) + 1} cannot be read: {error}")
             return match[0]
@@ -361,16 +365,16 @@ def _is_bare_call(text: str) -> bool:
     if not text.lstrip().startswith("{"):
         return False
     try:
-        found = _documents(text)[0]
+        document = _documents(text)[0]
     except ValueError:
         return '"name"' in text and any(f'"{key}"' in text for key in _ARGUMENTS[:2])
-    return "name" in found and any(key in found for key in _ARGUMENTS[:2])
+    return "name" in document and any(key in document for key in _ARGUMENTS[:2])
 
 
 def as_call(name: str, arguments: Mapping[str, Any], called: Any = None) -> dict[str, Any]:
     """A call as messages have it; with its id, if that is a text."""
-    own = {"id": called} if isinstance(called, str) and called else {}
-    return {**own, "type": "function", "function": {"name": name, "arguments": arguments}}
+    entry = {"id": called} if isinstance(called, str) and called else {}
+    return {**entry, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _checked(name: Any, arguments: Any, called: Any = None) -> dict[str, Any]:

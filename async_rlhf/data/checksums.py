@@ -33,19 +33,19 @@ def checksum_of(files: Iterable[Path], folder: Path, named: bool = True) -> str:
         folder: they are in it.
         named: whether their names below the folder count, too.
     """
-    found = sorted(file for file in files if file.is_file())
-    stats = [file.stat() for file in found]
+    paths = sorted(file for file in files if file.is_file())
+    stats = [file.stat() for file in paths]
     settled = time.time() - max((stat.st_ctime for stat in stats), default=0) > _SETTLED
     if sum(stat.st_size for stat in stats) < _LARGE or not settled:
-        return _checksum_now(found, folder, named)
-    names = f"{named} {folder.resolve()} {[str(file.resolve()) for file in found]}"
+        return _checksum_now(paths, folder, named)
+    names = f"{named} {folder.resolve()} {[str(file.resolve()) for file in paths]}"
     of = f"{names} {[(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats]}"
     kept = cache_folder() / f"contents-{digest_of(names)}.txt"
     with suppress(OSError, ValueError):
         checksum, proof = kept.read_text(encoding="utf-8").split()
         if proof == digest_of(f"{checksum} {of}"):  # of these files as they are now, and not damaged
             return checksum
-    checksum = _checksum_now(found, folder, named)
+    checksum = _checksum_now(paths, folder, named)
     try:
         write_file(kept, f"{checksum} {digest_of(f'{checksum} {of}')}\n")
     except OSError as error:

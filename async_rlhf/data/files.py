@@ -113,23 +113,23 @@ def _whole(lines: Iterable[bytes], path: Path, key: str) -> list[Row] | None:
     """The rows of a file that is one array or one object; None if there is one on each line."""
     text = "".join(_text_of(lines, path, key))
     try:
-        found = _DECODER.decode(text) if text.strip() else []
+        document = _DECODER.decode(text) if text.strip() else []
     except ValueError as error:  # also a duplicate key, or a number with more digits than Python reads
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return None
         raise ConfigError(f"{key}: {str(path)!r} is not JSON: {error}") from error
     except RecursionError:
         raise ConfigError(f"{key}: {str(path)!r} has lists or objects too deep within each other") from None
-    if isinstance(found, dict):
-        inner = next(iter(found.values())) if len(found) == 1 else None
+    if isinstance(document, dict):
+        inner = next(iter(document.values())) if len(document) == 1 else None
         wraps = isinstance(inner, list) and all(isinstance(row, dict) and "role" not in row for row in inner)
-        found = inner if wraps else [found]
-    if not isinstance(found, list):
+        document = inner if wraps else [document]
+    if not isinstance(document, list):
         raise ConfigError(f"{key}: {str(path)!r} is {text.strip()[:60]!r}; must be an array of objects")
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(document, start=1):
         if not isinstance(row, dict):
             raise ConfigError(f"{key}: row {number} of {str(path)!r} is {row!r:.60}; must be an object")
-    return found
+    return document
 
 
 def _csv_rows(lines: Iterable[bytes], path: Path, key: str, numbers: Sequence[str], delimiter: str) -> Iterator[Row]:
@@ -144,9 +144,9 @@ def _csv_rows(lines: Iterable[bytes], path: Path, key: str, numbers: Sequence[st
         start = reader.line_num + 1
         for cells in reader:
             if cells and len(cells) != len(names):
-                found = f"has {len(cells)} cells, and line 1 has {len(names)}; must be as many"
-                right = "a text with commas, quotes or line breaks must be in quotes"
-                raise ConfigError(f"{key}: line {start} of {str(path)!r} {found} ({right})")
+                problem = f"has {len(cells)} cells, and line 1 has {len(names)}; must be as many"
+                rule = "a text with commas, quotes or line breaks must be in quotes"
+                raise ConfigError(f"{key}: line {start} of {str(path)!r} {problem} ({rule})")
             if cells:
                 yield {
                     name: None if cell == "" else _number(cell) if name in numbers else cell
@@ -154,8 +154,8 @@ def _csv_rows(lines: Iterable[bytes], path: Path, key: str, numbers: Sequence[st
                 }
             start = reader.line_num + 1
     except csv.Error as error:
-        right = "a quote that is opened must be closed, and a quote in a text must be there twice"
-        raise ConfigError(f"{key}: line {start} of {str(path)!r} is not CSV: {error} ({right})") from error
+        rule = "a quote that is opened must be closed, and a quote in a text must be there twice"
+        raise ConfigError(f"{key}: line {start} of {str(path)!r} is not CSV: {error} ({rule})") from error
 
 
 def _number(text: str) -> int | float | str:
@@ -184,20 +184,20 @@ def _each_line(lines: Iterable[bytes], path: Path, key: str) -> Iterator[tuple[d
 
 def _checked(raw: bytes, number: int, path: Path, key: str) -> dict[str, Any] | None:
     """The row of a line; None if it is blank."""
-    place = f"{key}: line {number} of {str(path)!r}"
+    label = f"{key}: line {number} of {str(path)!r}"
     line = _decoded(raw, number, path, key)
     if not line.strip():
         return None
     try:
         row = json.loads(line) if line[0] == "\ufeff" else _DECODER.decode(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from error
+        raise ConfigError(f"{label} is not JSON: {error}") from error
     except RecursionError:
-        raise ConfigError(f"{place} has lists or objects too deep within each other") from None
+        raise ConfigError(f"{label} has lists or objects too deep within each other") from None
     except ValueError as error:  # a duplicate key, or a number with more digits than Python reads
-        raise ConfigError(f"{place} cannot be read: {error}") from error
+        raise ConfigError(f"{label} cannot be read: {error}") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{place} is {line.strip()[:60]!r}; must be an object")
+        raise ConfigError(f"{label} is {line.strip()[:60]!r}; must be an object")
     return row
 
 
@@ -210,9 +210,9 @@ def _decoded(raw: bytes, number: int, path: Path, key: str) -> str:
     try:
         return raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
-        found = f"byte {error.start + 1} is 0x{raw[error.start]:02x} ({error.reason})"
+        problem = f"byte {error.start + 1} is 0x{raw[error.start]:02x} ({error.reason})"
         raise ConfigError(
-            f"{key}: line {number} of {str(path)!r} is not UTF-8: {found}; must be saved as UTF-8"
+            f"{key}: line {number} of {str(path)!r} is not UTF-8: {problem}; must be saved as UTF-8"
         ) from error
 
 

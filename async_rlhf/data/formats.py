@@ -104,35 +104,35 @@ class RowReader:
         """
         return (self.preference(row, n) for n, row in enumerate(rows, start=1))
 
-    def prompt(self, value: Any, place: str, row: Mapping[str, Any] | None = None, column: str = "") -> str:
+    def prompt(self, value: Any, label: str, row: Mapping[str, Any] | None = None, column: str = "") -> str:
         """A prompt as text; of a chat all of it, and of one in `messages` all before the assistant's last answer.
 
         Args:
             value: the text or the chat, which may end with the beginning of an answer.
-            place: what errors name.
+            label: what errors name.
             row: may have `tools` and `chat_template_kwargs`.
             column: that the prompt is in.
 
         Raises:
-            ConfigError: it is neither text nor a chat; the error names the place.
+            ConfigError: it is neither text nor a chat; the error begins with the label.
         """
         if is_chat(value):
-            return self._prompt(as_messages(_asked(value, place, column), place), place, row or {})
-        return self._as_written(_text(value, place), row or {}, place)
+            return self._prompt(as_messages(_asked(value, label, column), label), label, row or {})
+        return self._as_written(_text(value, label), row or {}, label)
 
-    def messages(self, value: Any, place: str, row: Mapping[str, Any], column: str = "") -> list[Message] | None:
+    def messages(self, value: Any, label: str, row: Mapping[str, Any], column: str = "") -> list[Message] | None:
         """The messages that :meth:`prompt` spells; None of a text that no command has written of a chat."""
-        chat = _asked(value, place, column) if is_chat(value) else kept_chat(row, place)
-        return as_messages(chat, place) if chat else None
+        chat = _asked(value, label, column) if is_chat(value) else kept_chat(row, label)
+        return as_messages(chat, label) if chat else None
 
     def demonstration(self, row: Mapping[str, Any], number: int) -> Demonstration:
         """See :meth:`demonstrations`; rows count from 1."""
         prompt, answers, column = self._parts(row, number)
-        place = f"{self.key}: row {number}: `{column}`"
+        label = f"{self.key}: row {number}: `{column}`"
         if isinstance(answers, str):
             return Demonstration(cast(str, prompt), answers)
         chat, answer = [*prompt, *answers[:-1]], answers[-1]
-        return Demonstration(self._prompt(chat, place, row), self._answer(chat, answer, place, row))
+        return Demonstration(self._prompt(chat, label, row), self._answer(chat, answer, label, row))
 
     def turns(self, row: Mapping[str, Any], number: int, last: bool, whole: bool = False, rated: bool = False) -> Turns:
         """The same with all answers of a chat that are to be learnt, see :func:`is_learnt`.
@@ -149,35 +149,35 @@ class RowReader:
         """
         prompt, answers, column = self._parts(row, number)
         ended = has_ended(row, "chosen" if column == "chosen" else None, f"{self.key}: row {number}")
-        place = f"{self.key}: row {number}: `{column}`"
+        label = f"{self.key}: row {number}: `{column}`"
         if isinstance(answers, str):
             text = strip_end(self.template, answers if column != "chosen" else sampled(row, column, answers))
             return Turns(cast(str, prompt), spelt(self.template.tokenizer, text), (), self.template.end, ended)
-        template = self._written_by(row, place)
+        template = self._written_by(row, label)
         chat = [*prompt, *answers]
-        learnt = [rated or is_learnt(message, f"{place}: message {n}") for n, message in enumerate(chat, start=1)]
+        learnt = [rated or is_learnt(message, f"{label}: message {n}") for n, message in enumerate(chat, start=1)]
         said = [n for n, each in enumerate(chat) if n >= len(prompt) and each["role"] == "assistant"]
         if column == "messages":
             said = [n for n, each in enumerate(chat) if each["role"] == "assistant" and n > 0]
-        said = said[-1:] if last or _only_last(row, place) else said
+        said = said[-1:] if last or _only_last(row, label) else said
         taught = [n for n in said if learnt[n]]
         if whole and not all(learnt[n] or each["role"] != "assistant" for n, each in enumerate(chat)):
             raise ConfigError(
-                f"{place} has an answer that is not to be learnt; completion_only must be true for such rows"
+                f"{label} has an answer that is not to be learnt; completion_only must be true for such rows"
             )
         if not taught:
             what = "the last answer is" if len(said) == 1 else "its answers are all"
-            raise ConfigError(f"{place}: {what} not to be learnt, as the row says; leave it out")
+            raise ConfigError(f"{label}: {what} not to be learnt, as the row says; leave it out")
         ended, said = ended or taught[-1] < said[-1], [n for n in said if taught[0] <= n <= taught[-1]]
-        first = self._prompt(chat[: said[0]], place, row)
+        first = self._prompt(chat[: said[0]], label, row)
         pieces: list[tuple[str, int, str, bool]] = []  # an answer, the token that ends it, what is read after it
         for here, following in zip_longest(said, said[1:]):
-            answer = self._answer(chat[:here], chat[here], place, row)
+            answer = self._answer(chat[:here], chat[here], label, row)
             end = template.end_of_calls if chat[here].get("tool_calls") else template.end
             read = chat[here + 1 : following] if following is not None else []
             if following is not None and not read:
-                raise ConfigError(f"{place} has two answers of the assistant in a row; must have a message between")
-            between = self._said(place, template.between, read, end) if read else ""
+                raise ConfigError(f"{label} has two answers of the assistant in a row; must have a message between")
+            between = self._said(label, template.between, read, end) if read else ""
             pieces.append((answer, end, between, learnt[here]))
         if len(pieces) == 1:
             return Turns(first, pieces[0][0], (), end, ended)
@@ -188,9 +188,9 @@ class RowReader:
         assert self.tokenizer is not None
         tokens: list[int] = []
         learnt: list[int] = []
-        for place, (answer, end, read, learns) in enumerate(pieces, start=1):
+        for number, (answer, end, read, learns) in enumerate(pieces, start=1):
             said, heard = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (answer, read))
-            said = [*said, end] if place < len(pieces) else said
+            said = [*said, end] if number < len(pieces) else said
             tokens, learnt = [*tokens, *said, *heard], [*learnt, *[int(learns)] * len(said), *[0] * len(heard)]
         return Turns(first, tuple(tokens), tuple(learnt), pieces[-1][1], ended)
 
@@ -200,87 +200,87 @@ class RowReader:
         return Preference(prompt, *(sampled(row, side, text) for side, text in zip(SIDES, sides, strict=True)))
 
     def _preference(self, row: Mapping[str, Any], number: int) -> Preference:
-        place = f"{self.key}: row {number}"
+        label = f"{self.key}: row {number}"
         for column in ("chosen", "rejected"):
             if row.get(column) is None:
-                raise ConfigError(f"{place} {lacks(row, column)}")
+                raise ConfigError(f"{label} {lacks(row, column)}")
         chosen, rejected, asked = row["chosen"], row["rejected"], row.get("prompt")
         # Data sets such as UltraFeedback repeat the prompt besides two whole chats.
         once_more = (
             is_chat(chosen) and is_chat(rejected) and (isinstance(asked, str) or _begin_with(asked, chosen, rejected))
         )
         if asked is not None and not once_more:
-            prompt, first = self._prompted(asked, chosen, f"{place}: `chosen`", row)
-            return Preference(prompt, first, self._prompted(asked, rejected, f"{place}: `rejected`", row)[1])
+            prompt, first = self._prompted(asked, chosen, f"{label}: `chosen`", row)
+            return Preference(prompt, first, self._prompted(asked, rejected, f"{label}: `rejected`", row)[1])
         if isinstance(chosen, str) and isinstance(rejected, str):
-            return Preference("", *(_text(row[side], f"{place}: `{side}`") for side in ("chosen", "rejected")))
-        sides = [as_messages(_chat(row[side], f"{place}: `{side}`"), place) for side in ("chosen", "rejected")]
+            return Preference("", *(_text(row[side], f"{label}: `{side}`") for side in ("chosen", "rejected")))
+        sides = [as_messages(_chat(row[side], f"{label}: `{side}`"), label) for side in ("chosen", "rejected")]
         starts = [side[:-1] for side in sides]
         if starts[0] != starts[1]:
-            raise ConfigError(f"{place}: `chosen` and `rejected` must be the same chat but for the last answer")
+            raise ConfigError(f"{label}: `chosen` and `rejected` must be the same chat but for the last answer")
         texts = [
-            self._answer(starts[0], side[-1], f"{place}: `{name}`", row)
+            self._answer(starts[0], side[-1], f"{label}: `{name}`", row)
             for side, name in zip(sides, ("chosen", "rejected"), strict=True)
         ]
-        return Preference(self._prompt(starts[0], place, row), texts[0], texts[1])
+        return Preference(self._prompt(starts[0], label, row), texts[0], texts[1])
 
     def _parts(self, row: Mapping[str, Any], number: int) -> tuple[str | list[Message], str | list[Message], str]:
         """The prompt and what follows it, both as text or both as messages, and the column that this is in."""
-        place = f"{self.key}: row {number}"
-        prompt, answer, column = demonstration_parts(row, place)
-        return *self._alike(prompt, answer, f"{place}: `{column}`", row), column
+        label = f"{self.key}: row {number}"
+        prompt, answer, column = demonstration_parts(row, label)
+        return *self._alike(prompt, answer, f"{label}: `{column}`", row), column
 
     def _alike(
-        self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]
+        self, prompt: Any, response: Any, label: str, row: Mapping[str, Any]
     ) -> tuple[str | list[Message], str | list[Message]]:
         """A prompt and its response, both as text or both as messages."""
         if is_chat(prompt):
-            answer = response if is_chat(response) else [{"role": "assistant", "content": _text(response, place)}]
+            answer = response if is_chat(response) else [{"role": "assistant", "content": _text(response, label)}]
             if answer[-1]["role"] != "assistant":
-                raise ConfigError(f"{place} is {response!r:.80}; must be one message, the assistant's, or its text")
-            return as_messages(prompt, place), as_messages(answer, place)
+                raise ConfigError(f"{label} is {response!r:.80}; must be one message, the assistant's, or its text")
+            return as_messages(prompt, label), as_messages(answer, label)
         if is_chat(response):
-            raise ConfigError(f"{place} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
-        text = _text(prompt, f"{place.partition(': `')[0]}: `prompt`")
-        return self._as_written(text, row, place), _text(response, place)
+            raise ConfigError(f"{label} is a chat, but `prompt` is {type(prompt).__name__}; must be a chat too")
+        text = _text(prompt, f"{label.partition(': `')[0]}: `prompt`")
+        return self._as_written(text, row, label), _text(response, label)
 
-    def _prompted(self, prompt: Any, response: Any, place: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    def _prompted(self, prompt: Any, response: Any, label: str, row: Mapping[str, Any]) -> tuple[str, str]:
         """The texts of a prompt and its one answer."""
-        before, answer = self._alike(prompt, response, place, row)
+        before, answer = self._alike(prompt, response, label, row)
         if isinstance(before, str) or isinstance(answer, str):
             return cast(str, before), cast(str, answer)
         if len(answer) != 1:
-            raise ConfigError(f"{place} is {response!r:.80}; must be one message, the assistant's, or its text")
-        return self._prompt(before, place, row), self._answer(before, answer[0], place, row)
+            raise ConfigError(f"{label} is {response!r:.80}; must be one message, the assistant's, or its text")
+        return self._prompt(before, label, row), self._answer(before, answer[0], label, row)
 
-    def _prompt(self, messages: Sequence[Message], place: str, row: Mapping[str, Any]) -> Rendered:
-        return Rendered(self._said(place, self._written_by(row, place).prompt, messages))
+    def _prompt(self, messages: Sequence[Message], label: str, row: Mapping[str, Any]) -> Rendered:
+        return Rendered(self._said(label, self._written_by(row, label).prompt, messages))
 
-    def _answer(self, messages: Sequence[Message], answer: Message, place: str, row: Mapping[str, Any]) -> str:
-        return self._said(place, self._written_by(row, place).answer, messages, answer)
+    def _answer(self, messages: Sequence[Message], answer: Message, label: str, row: Mapping[str, Any]) -> str:
+        return self._said(label, self._written_by(row, label).answer, messages, answer)
 
-    def _as_written(self, text: str, row: Mapping[str, Any], place: str) -> str:
+    def _as_written(self, text: str, row: Mapping[str, Any], label: str) -> str:
         """The prompt of a row, which a command may have written of a chat."""
-        if kept_chat(row, place):
+        if kept_chat(row, label):
             return Rendered(text)
         if self.tokenizer is not None and text:
             self.template.warn_of_plain()
         return text
 
-    def _written_by(self, row: Mapping[str, Any], place: str) -> ChatTemplate:
+    def _written_by(self, row: Mapping[str, Any], label: str) -> ChatTemplate:
         if self.tokenizer is None or not self.template.exists:
             raise ConfigError(
-                f"{place} is a chat, and no tokenizer with a chat template is there to write it; give one, or text "
+                f"{label} is a chat, and no tokenizer with a chat template is there to write it; give one, or text "
                 "(sft adds one: chat_template; relabel takes that of reward_tokenizer)"
             )
-        return self.template.of_row(row, place)
+        return self.template.of_row(row, label)
 
     @staticmethod
-    def _said(place: str, write: Callable[..., str], *what: Any) -> str:
+    def _said(label: str, write: Callable[..., str], *what: Any) -> str:
         try:
             return write(*what)
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from error
+            raise ConfigError(f"{label}: {error}") from error
 
 
 _LEARNT = ("weight", "loss", "train", "training", "trainable", "learn", "loss_mask", "step_loss_mask")
@@ -290,33 +290,33 @@ _ENDED = (None, "", "stop", "eos", "eos_token", "end_turn", "stop_sequence", "to
 _CUT_OFF = ("length", "max_tokens", "max_output_tokens", "model_length", "content_filter", "abort", "error")
 
 
-def is_learnt(message: Message, place: str) -> bool:
+def is_learnt(message: Message, label: str) -> bool:
     """Whether a message says that it is to be learnt; an answer that says nothing is.
 
     Raises:
         ConfigError: it is to be learnt in part, or is not the assistant's and is to be learnt.
     """
     for name in (name for name in _IN_PART if message.get(name) is not None):
-        raise ConfigError(f"{place} has {name!r}; must be left out: an answer is learnt as a whole or not at all")
+        raise ConfigError(f"{label} has {name!r}; must be left out: an answer is learnt as a whole or not at all")
     flags = {name: message[name] for name in _LEARNT if message.get(name) is not None}
     for name, value in flags.items():
         if value not in (0, 1):
-            raise ConfigError(f"{place} has {name!r}: {value!r}; must be 0 or 1, false or true")
+            raise ConfigError(f"{label} has {name!r}: {value!r}; must be 0 or 1, false or true")
         if value == 1 and message["role"] != "assistant":
-            found = f"{place} ({message['role']}) has {name!r}: {value!r}"
-            raise ConfigError(f"{found}; must be left out: only answers of the assistant are learnt")
+            problem = f"{label} ({message['role']}) has {name!r}: {value!r}"
+            raise ConfigError(f"{problem}; must be left out: only answers of the assistant are learnt")
     return message["role"] == "assistant" and all(value == 1 for value in flags.values())
 
 
-def _only_last(row: Mapping[str, Any], place: str) -> bool:
+def _only_last(row: Mapping[str, Any], label: str) -> bool:
     """Whether a row has the last answer alone learnt."""
     masks = row.get("mask_history")
     if masks not in (None, False, True):
-        raise ConfigError(f"{place}: `mask_history` is {masks!r}; must be true or false")
+        raise ConfigError(f"{label}: `mask_history` is {masks!r}; must be true or false")
     return bool(masks)
 
 
-def has_ended(row: Mapping[str, Any], side: str | None, place: str) -> bool:
+def has_ended(row: Mapping[str, Any], side: str | None, label: str) -> bool:
     """Whether a row's answer ended by itself: by its `finish_reason`, or of a pair by `chosen_finish_reason`.
 
     Raises:
@@ -325,7 +325,7 @@ def has_ended(row: Mapping[str, Any], side: str | None, place: str) -> bool:
     column = "finish_reason" if side is None else f"{side}_finish_reason"
     reason = row.get(column)
     if reason not in (*_ENDED, *_CUT_OFF):
-        raise ConfigError(f"{place} has {reason!r} as {column!r}; must be 'stop' or 'length'")
+        raise ConfigError(f"{label} has {reason!r} as {column!r}; must be 'stop' or 'length'")
     return reason in _ENDED
 
 
@@ -335,7 +335,7 @@ def sampled(row: Mapping[str, Any], side: str, text: str) -> str:
     return Sampled(text, tokens) if isinstance(tokens, (list, tuple)) else text
 
 
-def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[Any, Any, str]:
+def demonstration_parts(row: Mapping[str, Any], label: str) -> tuple[Any, Any, str]:
     """Prompt and response of a row as they are there, each text or messages, and the column that the response is in.
 
     See :meth:`RowReader.demonstrations`. The prompt is "" if there is none.
@@ -344,55 +344,55 @@ def demonstration_parts(row: Mapping[str, Any], place: str) -> tuple[Any, Any, s
         ConfigError: the row has no such columns.
     """
     if row.get(TEXT) is not None:
-        _text(row[TEXT], f"{place}: `{TEXT}`")
-        return *split_text(row, place), TEXT
+        _text(row[TEXT], f"{label}: `{TEXT}`")
+        return *split_text(row, label), TEXT
     if row.get("messages") is not None:
-        chat = _chat(row["messages"], f"{place}: `messages`")
-        return _without_answer(chat, place), chat[-1:], "messages"
+        chat = _chat(row["messages"], f"{label}: `messages`")
+        return _without_answer(chat, label), chat[-1:], "messages"
     for column in ("completion", "chosen"):
         if row.get("prompt") is not None and row.get(column) is not None:
             return row["prompt"], row[column], column
     if row.get("text") is not None:
-        return "", _text(row["text"], f"{place}: `text`"), "text"
+        return "", _text(row["text"], f"{label}: `text`"), "text"
     raise ConfigError(
-        f"{place} has {columns_of(row)}; must have `{TEXT}`, or `prompt` and `completion`, or `messages`, or `text`"
+        f"{label} has {columns_of(row)}; must have `{TEXT}`, or `prompt` and `completion`, or `messages`, or `text`"
     )
 
 
-def identity(row: Mapping[str, Any], place: str) -> str:
+def identity(row: Mapping[str, Any], label: str) -> str:
     """What a demonstration, a rated row or a pair is about: its prompt, or without one its text; of a pair without a
     prompt, the chosen side. Rows with the same are not independent of each other.
 
     Raises:
         ConfigError: the row is none of these.
     """
-    if chat := kept_chat(row, place):
-        return prompt_identity(chat, place)
+    if chat := kept_chat(row, label):
+        return prompt_identity(chat, label)
     if row.get("chosen") is not None and row.get("rejected") is not None:
-        return prompt_identity(row["chosen"] if row.get("prompt") in (None, "") else row["prompt"], place)
-    prompt, response, _ = demonstration_parts(row, place)
-    return prompt_identity(response if prompt == "" else prompt, place)
+        return prompt_identity(row["chosen"] if row.get("prompt") in (None, "") else row["prompt"], label)
+    prompt, response, _ = demonstration_parts(row, label)
+    return prompt_identity(response if prompt == "" else prompt, label)
 
 
-def prompt_identity(value: Any, place: str) -> str:
+def prompt_identity(value: Any, label: str) -> str:
     """The same of a prompt, or of a chat with its answer, which does not count. A chat of one message is its text.
 
     Raises:
         ConfigError: it is neither text nor a chat.
     """
     if not is_chat(value):
-        return _text(value, place)
-    chat = as_messages(_without_answer(value, place), place)
+        return _text(value, label)
+    chat = as_messages(_without_answer(value, label), label)
     if len(chat) == 1:
         return str(chat[0]["content"])
     return json.dumps([[message["role"], message["content"]] for message in chat])
 
 
-def asked_of(row: Mapping[str, Any], side: str, place: str) -> list[Message] | None:
+def asked_of(row: Mapping[str, Any], side: str, label: str) -> list[Message] | None:
     """The messages of the prompt of a pair, of which ``side`` is `chosen` or `rejected`; None of texts."""
-    written = kept_chat(row, place) or (row["prompt"] if is_chat(row.get("prompt")) else None)
-    chat = written or (_without_answer(row[side], place) if is_chat(row[side]) else None)
-    return as_messages(chat, place) if chat else None
+    written = kept_chat(row, label) or (row["prompt"] if is_chat(row.get("prompt")) else None)
+    chat = written or (_without_answer(row[side], label) if is_chat(row[side]) else None)
+    return as_messages(chat, label) if chat else None
 
 
 def prompt_of(row: Mapping[str, Any], field: str) -> Any:
@@ -400,7 +400,7 @@ def prompt_of(row: Mapping[str, Any], field: str) -> Any:
     return row.get(other_column(row, field) or field)
 
 
-def kept_chat(row: Mapping[str, Any], place: str) -> Any:
+def kept_chat(row: Mapping[str, Any], label: str) -> Any:
     """The chat whose text is a row's prompt; None if no command has written one.
 
     Raises:
@@ -409,7 +409,7 @@ def kept_chat(row: Mapping[str, Any], place: str) -> Any:
     chat = row.get(MESSAGES)
     if chat is None or is_chat(chat) or (isinstance(chat, list) and not chat):
         return chat
-    raise ConfigError(f"{place}: `{MESSAGES}` is {shown(chat)}; must be a list of messages with role and content")
+    raise ConfigError(f"{label}: `{MESSAGES}` is {shown(chat)}; must be a list of messages with role and content")
 
 
 def other_column(row: Mapping[str, Any], field: str) -> str | None:
@@ -448,14 +448,14 @@ def first_words(rows: Rows, words: int, key: str) -> Rows:
     return list(made) if isinstance(rows, list) else made
 
 
-def _count_words(row: Mapping[str, Any], most: int, place: str) -> int:
+def _count_words(row: Mapping[str, Any], most: int, label: str) -> int:
     """Words of a row's `text`, counted up to one more than ``most``."""
     if row.get("text") is None:
-        raise ConfigError(f"{place} has {columns_of(row)}; must have `text` with prompt_words")
+        raise ConfigError(f"{label} has {columns_of(row)}; must have `text` with prompt_words")
     other = next((name for name in ("query", TEXT, "prompt", "messages") if row.get(name) is not None), None)
     if other is not None:
-        raise ConfigError(f"{place} has {other!r} beside `text`; must have no other prompt with prompt_words")
-    return sum(1 for _ in islice(re.finditer(r"\S+", _text(row["text"], f"{place}: `text`")), most + 1))
+        raise ConfigError(f"{label} has {other!r} beside `text`; must have no other prompt with prompt_words")
+    return sum(1 for _ in islice(re.finditer(r"\S+", _text(row["text"], f"{label}: `text`")), most + 1))
 
 
 def load_prompts(source: str, split: str, prompt_field: str, prompt_words: int | None, key: str) -> Rows:
@@ -481,19 +481,19 @@ def check_prompts(rows: Rows, field: str, key: str, source: str = "the data set"
         check_columns(rows, [other_column(first, field) or field], key, source)
 
 
-def _text(value: Any, place: str) -> str:
+def _text(value: Any, label: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(
-            f"{place} is a {type(value).__name__}; must be text, or a list of messages with role and content"
+            f"{label} is a {type(value).__name__}; must be text, or a list of messages with role and content"
         )
-    require_unicode(value, place)
+    require_unicode(value, label)
     return value
 
 
-def _chat(value: Any, place: str) -> Sequence[Mapping[str, Any]]:
+def _chat(value: Any, label: str) -> Sequence[Mapping[str, Any]]:
     if not is_chat(value) or len(value) < 2 or value[-1]["role"] != "assistant":
         raise ConfigError(
-            f"{place} is {value!r:.80}; must be a chat: messages with role and content, the assistant's answer last"
+            f"{label} is {value!r:.80}; must be a chat: messages with role and content, the assistant's answer last"
         )
     return value
 
@@ -505,19 +505,19 @@ def _begin_with(prompt: Any, *sides: Any) -> bool:
     )
 
 
-def _asked(chat: Any, place: str, column: str) -> Sequence[Mapping[str, Any]]:
+def _asked(chat: Any, label: str, column: str) -> Sequence[Mapping[str, Any]]:
     """What is asked in a chat. The last message of the assistant in `messages` is the answer, unless it says that it is
     a beginning; in a prompt it is one.
     """
     last = chat[-1]
     opened = isinstance(last.get("content"), str) and OPENED.search(last["content"])
     goes_on = last["role"] == "assistant" and (column != "messages" or last.get("prefix") or opened)
-    return chat if goes_on and len(chat) > 1 else _without_answer(chat, place)
+    return chat if goes_on and len(chat) > 1 else _without_answer(chat, label)
 
 
-def _without_answer(chat: Any, place: str) -> Sequence[Mapping[str, Any]]:
+def _without_answer(chat: Any, label: str) -> Sequence[Mapping[str, Any]]:
     """Everything before the assistant's last answer, if the chat ends with one."""
     rest = chat[:-1] if chat and chat[-1]["role"] == "assistant" else chat
     if not rest:
-        raise ConfigError(f"{place} has no message but the assistant's; must have a prompt")
+        raise ConfigError(f"{label} has no message but the assistant's; must have a prompt")
     return rest

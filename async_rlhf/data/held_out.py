@@ -31,11 +31,11 @@ def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = N
 
     def identities() -> Iterator[str]:
         for number, row in enumerate(rows, start=1):
-            place = f"{key}: row {number}"
+            label = f"{key}: row {number}"
             if prompt_field is None:
-                yield identity(row, place)
+                yield identity(row, label)
             else:
-                yield prompt_identity(kept_chat(row, place) or prompt_of(row, prompt_field), place)
+                yield prompt_identity(kept_chat(row, label) or prompt_of(row, prompt_field), label)
 
     held = _lowest(np.fromiter(map(_hash, identities()), np.uint64), fraction, key)
     return _take(rows, np.flatnonzero(~held)), _take(rows, np.flatnonzero(held))

@@ -67,12 +67,12 @@ def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "t
     is_frame = not hasattr(rows, "column_names") and (hasattr(rows, "to_dict") or hasattr(rows, "to_dicts"))
     if isinstance(rows, Mapping) or is_frame:
         frame = "; of a frame give datasets.Dataset.from_pandas(frame), or frame.to_dict('records')" if is_frame else ""
-        right = f"must be a list of rows, or one split of a data set{frame}"
-        raise ConfigError(f"{key}: got a {type(rows).__name__}; {right}")
+        rule = f"must be a list of rows, or one split of a data set{frame}"
+        raise ConfigError(f"{key}: got a {type(rows).__name__}; {rule}")
     if not hasattr(rows, "__len__"):  # a generator, or what load_dataset(..., streaming=True) returns
-        right = "must be a list of rows, or one split of a data set that was loaded without streaming"
+        rule = "must be a list of rows, or one split of a data set that was loaded without streaming"
         made = "datasets.Dataset.from_generator(...) makes one, whose rows are on disk"
-        raise ConfigError(f"{key}: got a {type(rows).__name__}, which has no length; {right}; {made}")
+        raise ConfigError(f"{key}: got a {type(rows).__name__}, which has no length; {rule}; {made}")
     columns = [column for column in columns if not has_all(rows, column)]
     for number, row in enumerate(rows if columns else ()):
         for column in columns:
@@ -84,8 +84,8 @@ def check_columns(rows: Rows, columns: Sequence[str], key: str, source: str = "t
 
 def lacks(row: Mapping[str, Any], column: str) -> str:
     """What is wrong with a row that has no value in a column, for errors."""
-    found = f"has null as {column!r}" if column in row else f"has no {column!r}"
-    return f"{found}; it has {', '.join(map(repr, row))}"
+    problem = f"has null as {column!r}" if column in row else f"has no {column!r}"
+    return f"{problem}; it has {', '.join(map(repr, row))}"
 
 
 def columns_of(row: Mapping[str, Any]) -> str:

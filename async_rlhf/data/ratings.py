@@ -36,19 +36,19 @@ def read_ratings(rows: Rows, field: str, key: str) -> np.ndarray:
     Raises:
         ConfigError: a rating is missing or is no finite number.
     """
-    found = (_rating(row, f"{key}: row {number}", field) for number, row in enumerate(rows, 1))
-    return np.fromiter(found, np.float64)
+    ratings = (_rating(row, f"{key}: row {number}", field) for number, row in enumerate(rows, 1))
+    return np.fromiter(ratings, np.float64)
 
 
-def _rating(row: Mapping[str, Any], place: str, field: str) -> float:
+def _rating(row: Mapping[str, Any], label: str, field: str) -> float:
     value = row.get(field)
     if value is None:
-        raise ConfigError(f"{place} {lacks(row, field)}; must have a rating, a finite number")
+        raise ConfigError(f"{label} {lacks(row, field)}; must have a rating, a finite number")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        right = "must be 1 or 0" if isinstance(value, bool) else "must be a finite number, without quotes or units"
-        raise ConfigError(f"{place}: {field!r} is {shown(value)}, a {type(value).__name__}; {right}")
+        rule = "must be 1 or 0" if isinstance(value, bool) else "must be a finite number, without quotes or units"
+        raise ConfigError(f"{label}: {field!r} is {shown(value)}, a {type(value).__name__}; {rule}")
     if not abs(value) <= _LARGEST:  # NaN neither
-        raise ConfigError(f"{place}: {field!r} is {shown(value)}; must be a finite number, at most 1e30 in size")
+        raise ConfigError(f"{label}: {field!r} is {shown(value)}; must be a finite number, at most 1e30 in size")
     return float(value)
 
 
@@ -93,7 +93,7 @@ def draw_pairs(
     total = ends[-1] if ends else 0
     pairs = []
     for index in random.Random(seed).sample(range(total), min(count, total)):
-        place = bisect_right(ends, index)
-        number, row, below = better[place]
-        pairs.append((row, orders[number][index - (ends[place] - below)]))
+        position = bisect_right(ends, index)
+        number, row, below = better[position]
+        pairs.append((row, orders[number][index - (ends[position] - below)]))
     return pairs, total

@@ -61,9 +61,9 @@ class Renderer:
         plain = self._plain
         return self._written_by(plain.with_setting(replace(plain.setting, tools=[*plain.setting.tools, *tools])))
 
-    def of_row(self, row: Mapping[str, Any], place: str) -> Renderer:
+    def of_row(self, row: Mapping[str, Any], label: str) -> Renderer:
         """One with the row's own `tools` and `chat_template_kwargs`."""
-        return self._written_by(self._plain.of_row(row, place))
+        return self._written_by(self._plain.of_row(row, label))
 
     def _written_by(self, template: ChatTemplate) -> Renderer:
         if template is self._plain:
@@ -140,8 +140,8 @@ def said_of(renderer: Renderer, prompt: Prompt, sample: Sample) -> list[Message]
     if sample.messages is not None:
         return [*map(dict, sample.messages)]
     drawn, stopped = sample.drawn.tolist(), sample.finish_reason == "stop"
-    own = renderer.of_row(prompt.columns, f"row {prompt.row + 1}")
-    return [own.message(drawn[: len(drawn) - stopped], prompt.tokens)]
+    row_renderer = renderer.of_row(prompt.columns, f"row {prompt.row + 1}")
+    return [row_renderer.message(drawn[: len(drawn) - stopped], prompt.tokens)]
 
 
 _KEPT = 1000

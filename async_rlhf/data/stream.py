@@ -43,7 +43,7 @@ def _stable(value: Any) -> Any:
     if isinstance(value, (Mapping, deque)):
         return dict(value) if isinstance(value, Mapping) else list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in fields(value)}
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if not isinstance(value, np.generic) and {"__array__", "__array_interface__"} & {*dir(type(value))}:
         array = np.asarray(value)  # of numpy, torch, pandas or PIL
         held = array.tolist() if array.dtype.hasobject else xxhash.xxh3_128_hexdigest(array.tobytes())
@@ -56,7 +56,7 @@ def _stable(value: Any) -> Any:
 _COLUMNS = json.JSONEncoder(sort_keys=True, default=_stable)
 
 
-def _text_of(columns: Mapping[str, Any], place: str) -> str:
+def _text_of(columns: Mapping[str, Any], label: str) -> str:
     """The text of a row's columns that is the same in every run.
 
     Raises:
@@ -66,9 +66,9 @@ def _text_of(columns: Mapping[str, Any], place: str) -> str:
         return _COLUMNS.encode(dict(columns))
     except (TypeError, ValueError, RecursionError) as error:
         for name, value in columns.items() if len(columns) > 1 else ():
-            _text_of({name: value}, place)
-        right = "must be text, numbers, arrays, or lists and mappings of these"
-        raise ConfigError(f"{place}: {', '.join(map(repr, columns))} cannot be told again: {error}; {right}") from error
+            _text_of({name: value}, label)
+        rule = "must be text, numbers, arrays, or lists and mappings of these"
+        raise ConfigError(f"{label}: {', '.join(map(repr, columns))} cannot be told again: {error}; {rule}") from error
 
 
 class PromptStream:
@@ -158,8 +158,8 @@ class PromptStream:
         value = columns[self._field] if column is None else columns.pop(column)
         messages = None
         if (rendered := self._rendered[row].as_py()) is not None:
-            place = f"{self._field!r} of row {row + 1}"
-            messages = self._reader.messages(value, place, columns, column or self._field)
+            label = f"{self._field!r} of row {row + 1}"
+            messages = self._reader.messages(value, label, columns, column or self._field)
             value = Rendered(rendered)
         columns[self._field] = value
         return Prompt(draw, row, self._tokens[row], columns, messages, column)
@@ -198,7 +198,7 @@ class SharedPrompts:
         """The prompts of the given draws."""
         return self._draw("prompts", lambda stream: [stream.prompt(draw) for draw in draws])
 
-    def _draw(self, place: str, draw: Callable[[PromptStream], Sequence[Prompt]]) -> Sequence[Prompt]:
+    def _draw(self, label: str, draw: Callable[[PromptStream], Sequence[Prompt]]) -> Sequence[Prompt]:
         prompts = () if self.stream is None else draw(self.stream)
-        self.ranks.barrier(place)
+        self.ranks.barrier(label)
         return prompts

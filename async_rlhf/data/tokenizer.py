@@ -224,8 +224,8 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 def _kept(tokenizer: PreTrainedTokenizerBase, state: str, parts: Sequence[Part]) -> pa.RecordBatch:
     """A batch of tokens from its file, or computed now and put there."""
     path = cache_folder() / f"tokens-{digest_of(f'{state} {parts!r}')}.arrow"
-    if (found := _mapped(path)) is not None:
-        return found
+    if (cached := _mapped(path)) is not None:
+        return cached
     batch, sink = _batch(tokenizer, parts), pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -237,8 +237,8 @@ def _kept(tokenizer: PreTrainedTokenizerBase, state: str, parts: Sequence[Part])
     except OSError as error:
         logger.warning("the cache file %s could not be written: %s", path, error)
         return batch
-    found = _mapped(path)
-    return batch if found is None else found
+    cached = _mapped(path)
+    return batch if cached is None else cached
 
 
 def _mapped(path: Path) -> pa.RecordBatch | None:
@@ -301,8 +301,8 @@ def begun(start: str, text: str) -> str:
 def text_start(tokenizer: PreTrainedTokenizerBase) -> str:
     """What the tokenizer puts before a text (BOS); empty if nothing."""
     bare, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
-    place = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
-    return tokenizer.decode(whole[:place]) if place else ""
+    offset = next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)
+    return tokenizer.decode(whole[:offset]) if offset else ""
 
 
 def encode_responses(
@@ -328,7 +328,7 @@ def strip_end(template: ChatTemplate, text: str) -> str:
     return text
 
 
-def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
+def split_text(row: Mapping[str, Any], label: str) -> tuple[str, str]:
     """The query ("" without one) and the rest of `query_reference_response`.
 
     Raises:
@@ -337,7 +337,7 @@ def split_text(row: Mapping[str, Any], place: str) -> tuple[str, str]:
     text, query = str(row[TEXT]), str(row.get("query") or "")
     if not text.startswith(query):
         raise ConfigError(
-            f"{place}: `{TEXT}` must begin with `query`, {query[:60]!r}; it begins with {text[: len(query)][:60]!r}"
+            f"{label}: `{TEXT}` must begin with `query`, {query[:60]!r}; it begins with {text[: len(query)][:60]!r}"
         )
     return query, text[len(query) :]
 
@@ -347,4 +347,4 @@ def decode_samples(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
     drawn = [(sample.drawn, sample.finish_reason == "stop") for sample in samples]
     tokens = [(tokens[:-1] if stopped else tokens).tolist() for tokens, stopped in drawn]
     texts = tokenizer.batch_decode(tokens) if tokens else ()  # of no texts transformers makes an empty one
-    return [Sampled(text, own) for text, own in zip(texts, tokens, strict=True)]
+    return [Sampled(text, ids) for text, ids in zip(texts, tokens, strict=True)]

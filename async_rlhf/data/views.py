@@ -23,7 +23,7 @@ class OnDemand(Sequence[T], Generic[T]):
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
-            return [self._item(one) for one in range(len(self))[number]]
+            return [self._item(index) for index in range(len(self))[number]]
         return self._item(range(len(self))[number])
 
 

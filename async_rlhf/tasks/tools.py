@@ -203,8 +203,8 @@ class Search:
     def __init__(self, documents: Sequence[str] | str | Path) -> None:
         texts = _read(Path(documents)) if isinstance(documents, (str, Path)) else list(documents)
         good = bool(texts) and all(isinstance(text, str) and text for text in texts)
-        right = 'must hold at least one text, in a .jsonl line as "..." or {"text": "..."}'
-        require(good, "documents", documents, right)
+        rule = 'must hold at least one text, in a .jsonl line as "..." or {"text": "..."}'
+        require(good, "documents", documents, rule)
         self._lock = threading.Lock()  # tools are called in threads
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(text, tokenize='porter unicode61')")
@@ -223,22 +223,22 @@ class Search:
         words = list(dict.fromkeys(re.findall(r"\w+", query)))
         most = max(1, min(k, _MOST_DOCUMENTS))
         with self._lock:  # quoted, a word cannot be an operator of the query language
-            found = self._index.execute(
+            rows = self._index.execute(
                 "SELECT text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
                 (" OR ".join(f'"{word}"' for word in words) or '""', most),
             ).fetchall()
-        parts = [f"[{i}] {_cut(text, CHARACTERS // len(found))}" for i, (text,) in enumerate(found, 1)]
+        parts = [f"[{i}] {_cut(text, CHARACTERS // len(rows))}" for i, (text,) in enumerate(rows, 1)]
         return "\n\n".join(parts) or "Nothing found."
 
 
 def _read(path: Path) -> list[Any]:
-    right = "must be the path of a .jsonl or .txt file in UTF-8"
-    require(path.suffix in (".jsonl", ".txt") and path.is_file(), "documents", str(path), right)
+    rule = "must be the path of a .jsonl or .txt file in UTF-8"
+    require(path.suffix in (".jsonl", ".txt") and path.is_file(), "documents", str(path), rule)
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".txt":
             return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
         rows = [from_json(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:  # of JSON or UTF-8
-        raise ConfigError(f"documents: got {str(path)!r}; {right}: {error}") from error
+        raise ConfigError(f"documents: got {str(path)!r}; {rule}: {error}") from error
     return [row.get("text") if isinstance(row, dict) else row for row in rows]

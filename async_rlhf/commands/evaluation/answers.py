@@ -78,7 +78,7 @@ class Evaluation:
     @property
     def plays(self) -> bool:
         """Whether answers are episodes."""
-        return any(one.episodes for one in self.answers.values())
+        return any(answers.episodes for answers in self.answers.values())
 
     @property
     def clusters(self) -> list[str]:
@@ -87,30 +87,30 @@ class Evaluation:
         """
         return [line.query + (str(line.columns) if self.plays else "") for line in self.lines]
 
-    def reward(self, one: Answers) -> dict[str, Any]:
+    def reward(self, answers: Answers) -> dict[str, Any]:
         """The mean reward, if there is one."""
-        if one.scores is None:
+        if answers.scores is None:
             return {}
-        return {"reward_mean": statistics.clustered_mean_interval(one.scores, self.clusters)._asdict()}
+        return {"reward_mean": statistics.clustered_mean_interval(answers.scores, self.clusters)._asdict()}
 
 
 def collected(config: EvaluateConfig, models: Mapping[str, str], folder: Path, ranks: Ranks) -> Evaluation:
     """The models' answers and the human ones."""
     if config.generations is not None:
-        distribution, found = read_generations(Path(config.generations))
-        found = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in found.items()}
+        distribution, generations = read_generations(Path(config.generations))
+        generations = {name: (source, lines[: config.max_prompts]) for name, (source, lines) in generations.items()}
         dropped = 0
     else:
         _, dropped, sampled = generate(config, models, folder / "generations", ranks)
         distribution = Distribution(config.temperature, config.top_p, config.top_k)
-        found = {name: (models[name], lines) for name, lines in sampled.items()}
-    answers = {name: _model_answers(source, lines) for name, (source, lines) in found.items()}
-    lines = next(iter(found.values()))[1]
+        generations = {name: (models[name], lines) for name, lines in sampled.items()}
+    answers = {name: _model_answers(source, lines) for name, (source, lines) in generations.items()}
+    lines = next(iter(generations.values()))[1]
     if len(lines) < 2:
         raise ConfigError(f"data: got {len(lines)} prompt; must be 2 at least, for intervals")
-    right = "rows of one prompt; must be 2 prompts at least, for intervals"
+    rule = "rows of one prompt; must be 2 prompts at least, for intervals"
     evaluation = Evaluation(config, distribution, lines, dropped, answers)
-    require(len(set(evaluation.clusters)) > 1, "data", len(lines), right)
+    require(len(set(evaluation.clusters)) > 1, "data", len(lines), rule)
     if not evaluation.plays and (tokenizer := _tokenizer(evaluation, models)) is not None:
         evaluation.human = human_answers(lines, ChatTemplate(tokenizer, config.chat))
     return evaluation
@@ -154,12 +154,12 @@ def _tokenizer(evaluation: Evaluation, models: Mapping[str, str]) -> PreTrainedT
     if config.ref_model is not None:
         tokenizer = load_tokenizer(config.ref_model, key="ref_model", trust=trust)
         for line in evaluation.lines[:100]:
-            right = "must be a model with the tokenizer of those that sampled the generations"
-            require(tokenizer.decode(list(_written(line))) == line.completion, "ref_model", config.ref_model, right)
+            rule = "must be a model with the tokenizer of those that sampled the generations"
+            require(tokenizer.decode(list(_written(line))) == line.completion, "ref_model", config.ref_model, rule)
         return tokenizer
-    for one in evaluation.answers.values():
+    for answers in evaluation.answers.values():
         with suppress(ConfigError):
-            return load_tokenizer(one.source or "", key="generations", trust=trust)
+            return load_tokenizer(answers.source or "", key="generations", trust=trust)
     logger.warning("generations: no tokenizer of the models is there any more; human responses are left out")
     return None
 

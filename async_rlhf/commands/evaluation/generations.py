@@ -59,7 +59,10 @@ def played(lines: Sequence[Generation]) -> dict[str, float]:
     episodes = [line.episode for line in lines if line.episode is not None]
     if not episodes:
         return {}
-    turns, rewards = ([one["metrics"]["turns"] for one in episodes], [sum(one["rewards"]) for one in episodes])
+    turns, rewards = (
+        [episode["metrics"]["turns"] for episode in episodes],
+        [sum(episode["rewards"]) for episode in episodes],
+    )
     return {"mean_turns": sum(turns) / len(turns), "mean_reward": sum(rewards) / len(rewards)}
 
 
@@ -72,35 +75,35 @@ def read_generations(folder: Path) -> tuple[Distribution, dict[str, tuple[str, l
     Raises:
         ConfigError: there are none, or they do not answer the same prompts, or were drawn in different ways.
     """
-    found: dict[str, tuple[str, list[Generation]]] = {}
+    generations: dict[str, tuple[str, list[Generation]]] = {}
     drawn = {}
     for path in generation_files(folder):
         results = json.loads(path.with_suffix(".json").read_text("utf-8"))["results"]
-        found[path.stem] = (results["model"], read_lines(path))
+        generations[path.stem] = (results["model"], read_lines(path))
         # A file of an earlier version has no top_p and no top_k.
         drawn[path.stem] = Distribution(results["temperature"], results.get("top_p", 1.0), results.get("top_k", 0))
-    require(bool(found), "generations", str(folder), "must be the output folder of async-rlhf generate")
-    first = next(iter(found))
-    asked = [(one.query, one.prompt_tokens) for one in found[first][1]]
-    for name, (_, lines) in found.items():
-        if [(one.query, one.prompt_tokens) for one in lines] != asked:
+    require(bool(generations), "generations", str(folder), "must be the output folder of async-rlhf generate")
+    first = next(iter(generations))
+    asked = [(line.query, line.prompt_tokens) for line in generations[first][1]]
+    for name, (_, lines) in generations.items():
+        if [(line.query, line.prompt_tokens) for line in lines] != asked:
             raise ConfigError(f"generations: {name} and {first} in {str(folder)!r} do not answer the same prompts")
         for what, here, there in zip(Distribution._fields, drawn[name], drawn[first], strict=True):
             if here != there:
                 raise ConfigError(
                     f"generations: {name} and {first} in {str(folder)!r} have {what} {here:g} and {there:g}"
                 )
-    return drawn[first], found
+    return drawn[first], generations
 
 
 def generation_files(folder: Path) -> list[Path]:
     """The finished files of ``generate`` in a folder."""
-    found = []
+    files = []
     for path in sorted(folder.glob("*.jsonl"), key=_in_order):
         marker = path.with_suffix(".json")
         if marker.is_file() and json.loads(marker.read_text("utf-8")).get("stage") == "generate":
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def _in_order(path: Path) -> tuple[int, int, str]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_likelihoods(
-    evaluation: Evaluation, found: dict[str, dict[str, Any]], reference: str, device: torch.device, parallel: Parallel
+    evaluation: Evaluation, results: dict[str, dict[str, Any]], reference: str, device: torch.device, parallel: Parallel
 ) -> None:
     """Add the results that need models: KL to the reference, perplexities, and lengths. The ranks share the passes."""
     config, distribution, answers, human = (
@@ -30,17 +30,19 @@ def add_likelihoods(
         evaluation.answers,
         evaluation.human,
     )
-    for name, one in answers.items():
+    for name, model_answers in answers.items():
         if config.generations is None:  # by the models themselves, without the sampling engine's rounding
-            assert one.source is not None
-            model = load_policy(one.source, device, key=f"models.{name}", trust=config.trust_remote_code)
-            one.logprobs = _logprobs(model, one, config, distribution, parallel, f"log-probabilities of {name}")
+            assert model_answers.source is not None
+            model = load_policy(model_answers.source, device, key=f"models.{name}", trust=config.trust_remote_code)
+            model_answers.logprobs = _logprobs(
+                model, model_answers, config, distribution, parallel, f"log-probabilities of {name}"
+            )
             if human is not None:
                 longest = max(len(row.tokens) for row in human.rows)
                 limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
-                right = f"tokens of a prompt with its reference response; {name} has {limit} positions"
-                require(longest <= limit, "data", longest, right)
-                found[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size, parallel)[1]
+                rule = f"tokens of a prompt with its reference response; {name} has {limit} positions"
+                require(longest <= limit, "data", longest, rule)
+                results[name]["perplexity"] = loss_and_perplexity(model, human.rows, config.batch_size, parallel)[1]
             del model
     whole = Distribution(distribution.temperature)  # the reference draws nothing: the KL would be infinite
     source = config.ref_model or answers[reference].source
@@ -52,23 +54,23 @@ def add_likelihoods(
             raise
         logger.warning("no KL and no perplexity under the reference: give ref_model (%s)", error)
         model = None
-    for name, one in answers.items():
+    for name, model_answers in answers.items():
         if model is not None:
-            reference_sums = _logprobs(model, one, config, whole, parallel, f"KL of {name} to the reference")
-            kl = [ours - theirs for ours, theirs in zip(one.logprobs, reference_sums, strict=True)]
-            found[name]["kl_to_reference"] = statistics.clustered_mean_interval(kl, evaluation.clusters)._asdict()
+            reference_sums = _logprobs(model, model_answers, config, whole, parallel, f"KL of {name} to the reference")
+            kl = [ours - theirs for ours, theirs in zip(model_answers.logprobs, reference_sums, strict=True)]
+            results[name]["kl_to_reference"] = statistics.clustered_mean_interval(kl, evaluation.clusters)._asdict()
             if distribution.temperature != 1.0:
                 label = f"perplexity of {name} under the reference"
-                reference_sums = _logprobs(model, one, config, Distribution(1.0), parallel, label)
+                reference_sums = _logprobs(model, model_answers, config, Distribution(1.0), parallel, label)
             nats = -torch.tensor(reference_sums, dtype=torch.float64)
-            found[name]["perplexity_under_reference"] = (nats.sum() / sum(one.lengths)).exp().item()
-            found[name]["ppl_original"] = original_perplexity(-nats, one.rows)
-        found[name] |= about_lengths(one)
+            results[name]["perplexity_under_reference"] = (nats.sum() / sum(model_answers.lengths)).exp().item()
+            results[name]["ppl_original"] = original_perplexity(-nats, model_answers.rows)
+        results[name] |= about_lengths(model_answers)
 
 
-def about_lengths(one: Answers) -> dict[str, float]:
-    count = len(one.ended)
-    return {"mean_length": sum(one.lengths) / count, "ended_share": sum(one.ended) / count, **one.played}
+def about_lengths(answers: Answers) -> dict[str, float]:
+    count = len(answers.ended)
+    return {"mean_length": sum(answers.lengths) / count, "ended_share": sum(answers.ended) / count, **answers.played}
 
 
 def _logprobs(

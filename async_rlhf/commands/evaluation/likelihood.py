@@ -97,9 +97,9 @@ def response_logprob_sums(
 
     batches = list(by_length(torch.tensor([len(row.tokens) for row in rows]), batch_size))
     with evaluating(model):
-        found = in_shares("log-probabilities", batches, sums, parallel)
+        batch_sums = in_shares("log-probabilities", batches, sums, parallel)
     sums_R = torch.zeros(len(rows), dtype=torch.float64)
-    for index_B, sums_B in zip(batches, found, strict=True):
+    for index_B, sums_B in zip(batches, batch_sums, strict=True):
         sums_R[index_B] = sums_B
     return sums_R
 

@@ -112,12 +112,12 @@ class RewardJudge:
 
         def with_functions() -> list[float]:
             columns: dict[str, Any] = {**functions.columns_of(rows), **(more or {})}
-            found = scores
+            totals = scores
             for function in self.functions:
                 name = functions.function_name(function)
                 rewards = functions.call_reward_functions({name: function}, prompts, completions, columns)[0][name]
-                found = [a if b is None else (a or 0.0) + b for a, b in zip(found, rewards, strict=True)]
-            return functions.numbers(found, prompts, completions)
+                totals = [a if b is None else (a or 0.0) + b for a, b in zip(totals, rewards, strict=True)]
+            return functions.numbers(totals, prompts, completions)
 
         return self.ranks.broadcast("scores", with_functions)
 

@@ -108,13 +108,13 @@ class Played:
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """Episodes of each prompt, so many at a time as one batch of the engine has."""
-        found: list[tuple[Sample, ...]] = []
+        completions: list[tuple[Sample, ...]] = []
         size = max(1, self.params.batch_size // self.params.samples_per_prompt)
         for start in range(0, len(prompts), size):
-            found += self._sampler.generate(prompts[start : start + size])
+            completions += self._sampler.generate(prompts[start : start + size])
             if progress is not None:
-                progress(len(found))
-        return found
+                progress(len(completions))
+        return completions
 
 
 def sampled_in_shares(
@@ -139,10 +139,10 @@ def sampled_in_shares(
     size = min(at_once, -(-len(order) // ranks.count))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     mine = [number for batch in batches[ranks.rank :: ranks.count] for number in batch]
-    found = engine.generate(
+    groups = engine.generate(
         [prompts[number] for number in mine], progress=lambda done: progress(min(done * ranks.count, len(prompts)))
     )
-    everyone = ranks.gather("samples", list(zip(mine, found, strict=True)))
+    everyone = ranks.gather("samples", list(zip(mine, groups, strict=True)))
     sampled = {number: group for part in everyone for number, group in part}
     return [sampled[number] for number in range(len(prompts))]
 

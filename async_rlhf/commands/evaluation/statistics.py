@@ -73,10 +73,10 @@ def _between(values: Sequence[float], clusters: Sequence[Hashable]) -> tuple[flo
     mean, groups = math.fsum(values) / len(values), defaultdict[Hashable, list[float]](list)
     for value, cluster in zip(values, clusters, strict=True):
         groups[cluster].append(value - mean)
-    sizes_G = np.array([len(found) for found in groups.values()], dtype=np.float64)
+    sizes_G = np.array([len(residuals) for residuals in groups.values()], dtype=np.float64)
     shares_G = sizes_G / len(values)
     scale_G = 1 / (1 - shares_G)
-    squares = float(scale_G @ np.array([math.fsum(found) ** 2 for found in groups.values()]))
+    squares = float(scale_G @ np.array([math.fsum(residuals) ** 2 for residuals in groups.values()]))
     # Satterthwaite: (tr M)^2 / tr M^2, where M is the quadratic form's matrix for independent values of variance 1,
     # M_gh = sqrt(scale_g scale_h) (sizes_g [g = h] - n shares_g shares_h).
     n = float(len(values))
@@ -267,8 +267,8 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    _, place, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place].tolist()
+    _, inverse_R, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse_R].tolist()
 
 
 def correlation_interval(correlation: float, n: int, of_ranks: bool = False) -> Interval | None:

@@ -31,8 +31,8 @@ def format_table(results: Mapping[str, Any], width: int = WIDTH) -> str:
 def of_today(results: Mapping[str, Any]) -> dict[str, Any]:
     """Results with the keys of today, where an older version wrote gold_mean and gold_difference_vs_*."""
     human, *models = (
-        one and {re.sub("^gold_", "reward_", key): value for key, value in one.items()}
-        for one in (results["reference_response"], *results["models"].values())
+        figures and {re.sub("^gold_", "reward_", key): value for key, value in figures.items()}
+        for figures in (results["reference_response"], *results["models"].values())
     )
     return {**results, "reference_response": human, "models": dict(zip(results["models"], models, strict=True))}
 
@@ -69,11 +69,11 @@ def filled(
     """Heads and rows of a table: the columns that any model has, and the models that have any of them, then the human
     responses if given. No rows if there is no such model.
     """
-    having = {name: one for name, one in models.items() if any(key in one for key in columns.values())}
-    shown = {head: key for head, key in columns.items() if any(key in one for one in having.values())}
+    having = {name: figures for name, figures in models.items() if any(key in figures for key in columns.values())}
+    shown = {head: key for head, key in columns.items() if any(key in figures for figures in having.values())}
     if having and human is not None:
         having["(human)"] = human
-    rows = [[name, *(cell(key, one.get(key)) for key in shown.values())] for name, one in having.items()]
+    rows = [[name, *(cell(key, figures.get(key)) for key in shown.values())] for name, figures in having.items()]
     return ["model", *shown], rows
 
 
@@ -97,7 +97,7 @@ def side_by_side(samples: Sequence[Mapping[str, Any]], n: int) -> str:
     """
     blocks = []
     for sample in samples[:n]:
-        answers = {name: (one["completion"], one["score"]) for name, one in sample["models"].items()}
+        answers = {name: (answer["completion"], answer["score"]) for name, answer in sample["models"].items()}
         if sample["reference_response"] is not None:
             answers = {"(human)": (sample["reference_response"], sample["reference_score"]), **answers}
         width = max(map(len, answers))

@@ -30,8 +30,8 @@ def log_to_trackers(run: Path, results: Mapping[str, Any], samples: Sequence[Map
         return
     scalars: dict[int, dict[str, float]] = {}
     for name, step in steps.items():
-        found = _numbers(results["models"][name])
-        scalars[step] = {f"evaluation/{key}": value for key, value in found.items()}
+        numbers = _numbers(results["models"][name])
+        scalars[step] = {f"evaluation/{key}": value for key, value in numbers.items()}
     rows = [
         {"batch": step, "model": name, "prompt": row["query"], **row["models"][name]}
         for row in samples
@@ -51,10 +51,10 @@ def _batch(run: Path, name: str) -> int | None:
         return None
 
 
-def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
     """A model's results, an interval as three: its estimate under the key itself, and its ends."""
     flat: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in results.items():
         if isinstance(value, Mapping):
             flat |= {key: value["estimate"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
         else:

@@ -33,13 +33,13 @@ class Penalties:
             ended: whether it ended by itself.
             lengths: its tokens, the stop token included.
         """
-        found = []
+        penalised = []
         for score, one_ended, length in zip(scores, ended, lengths, strict=True):
             less = score - self.length_penalty * length
             if self.non_eos_penalty and not one_ended:
                 less = (less if self.non_eos_penalty == "add" else 0.0) + self.penalty_reward_value
-            found.append(less)
-        return found
+            penalised.append(less)
+        return penalised
 
     def __str__(self) -> str:
         parts = []
@@ -58,21 +58,21 @@ def training_penalties(models: Iterable[str]) -> Penalties | None:
     Raises:
         ConfigError: the runs have different penalties.
     """
-    found: dict[Penalties, Path] = {}
+    files: dict[Penalties, Path] = {}
     for file in _run_files(models):
-        found.setdefault(_read(file), file)
-    if len(found) > 1:
-        first, second, *_ = found.values()
+        files.setdefault(_read(file), file)
+    if len(files) > 1:
+        first, second, *_ = files.values()
         both = f"{str(first)!r} and {str(second)!r}"
         raise ConfigError(f"penalties: {both} have different ones; must be null, or the models of runs with the same")
-    one = next(iter(found), Penalties())
-    return one if str(one) else None
+    penalties = next(iter(files), Penalties())
+    return penalties if str(penalties) else None
 
 
 def reward_name(judge: Mapping[str, Any], models: Iterable[str]) -> str:
     """What to call the scores: "gold reward" if no run of the models was trained on any part of the judge."""
     parts, runs = _rewards(judge), [_trained_on(file) for file in _run_files(models)]
-    trained = {one for run in runs for one in run}
+    trained = {reward for run in runs for reward in run}
     if parts and parts <= trained:
         return "reward (trained on)"
     # What is only a name may be what is judged by: a path from another folder, or a model on the hub and its copy.
@@ -83,16 +83,18 @@ def reward_name(judge: Mapping[str, Any], models: Iterable[str]) -> str:
 def _trained_on(file: Path) -> set[tuple[str, str, bool]]:
     """Nothing if a run.yml does not say it, for it cannot be read, or the run was given objects in Python."""
     with suppress(ConfigError):
-        found = _rewards(read_yaml(str(file), "models"))
-        return set() if any(what.startswith(_REWARDS) for what in unnamed_in(file)) else found
+        rewards = _rewards(read_yaml(str(file), "models"))
+        return set() if any(what.startswith(_REWARDS) for what in unnamed_in(file)) else rewards
     return set()
 
 
 def _rewards(values: Any) -> set[tuple[str, str, bool]]:
     """The key of each reward, what identifies it, and whether that is its content."""
     listed = {key: values.get(key) for key in _REWARDS} if isinstance(values, Mapping) else {}
-    named = [(key, one) for key, each in listed.items() for one in (each if isinstance(each, list) else [each])]
-    return {(key, found := fingerprint(one), found != one) for key, one in named if isinstance(one, str)}
+    named = [(key, reward) for key, each in listed.items() for reward in (each if isinstance(each, list) else [each])]
+    return {
+        (key, identity := fingerprint(reward), identity != reward) for key, reward in named if isinstance(reward, str)
+    }
 
 
 def _run_files(models: Iterable[str]) -> Iterator[Path]:

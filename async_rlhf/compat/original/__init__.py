@@ -141,7 +141,7 @@ def _take_overrides(words: Sequence[str], command: str, ours: set[str]) -> tuple
         ConfigError: an option that is neither the original's nor ours.
     """
     keys, queue = KEYS[command], deque(words)
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     rest: list[str] = []
     while queue:
         word = queue.popleft()
@@ -154,16 +154,16 @@ def _take_overrides(words: Sequence[str], command: str, ours: set[str]) -> tuple
             most = 0 if equals else len(queue) if keys[name].kind == "list" else 1
             while queue and not queue[0].startswith("--") and len(following) < most:
                 following.append(queue.popleft())
-            found[name] = _option(name, keys[name].kind, following)
+            overrides[name] = _option(name, keys[name].kind, following)
         elif negated != name and negated in keys and keys[negated].kind == "bool":
-            found[negated] = False
+            overrides[negated] = False
         elif name.partition(".")[0] in ours:
             rest.append(word)
         else:
             nearest = difflib.get_close_matches(name, keys, 1)
             hint = f"; did you mean --{nearest[0]}?" if nearest else ""
             raise ConfigError(f"--{name}: is neither an option of the original nor of async-rlhf {command}{hint}")
-    return found, rest
+    return overrides, rest
 
 
 def _option(name: str, kind: str, words: list[str]) -> Any:

@@ -41,8 +41,8 @@ class MigrateConfig(Checked):
 
     def check(self) -> None:
         require(Path(self.file).is_file(), "file", self.file, "there is no such file")
-        right = "is there already: it is not replaced"
-        require(self.output is None or not Path(self.output).exists(), "output", self.output, right)
+        rule = "is there already: it is not replaced"
+        require(self.output is None or not Path(self.output).exists(), "output", self.output, rule)
 
 
 def run_config(config: MigrateConfig) -> None:
@@ -65,12 +65,12 @@ def migrate(config: MigrateConfig) -> str:
     command = config.command or _command(config.file)
     asked = {"--algorithm": config.algorithm, "--train.parallel.ranks": config.ranks}
     words = [word for name, value in asked.items() if value is not None for word in (name, str(value))]
-    right = "must be left out: only files for train have it"
-    require(command == "train" or not words, "algorithm" if config.algorithm else "ranks", words[-1:], right)
+    rule = "must be left out: only files for train have it"
+    require(command == "train" or not words, "algorithm" if config.algorithm else "ranks", words[-1:], rule)
     t, _ = translate(import_attribute(COMMANDS[command].config), command, config.file, words)
-    right = f"must be a YAML file with keys of the original for async-rlhf {command}"
+    rule = f"must be a YAML file with keys of the original for async-rlhf {command}"
     if t is None:
-        raise ConfigError(f"file: got {config.file!r}; {right}")
+        raise ConfigError(f"file: got {config.file!r}; {rule}")
     if config.ranks is not None:
         t.does("ranks", {"train.parallel.ranks": config.ranks}, "as asked for")
     return as_yaml(t, Path(config.file).name)

@@ -203,9 +203,9 @@ def environment(t: Translation) -> None:
     Raises:
         ConfigError: a file may not set one of the variables, or a value is not on one line.
     """
-    right = f"a file may set only {', '.join(sorted(EXPORTED))}; export others in the shell, if you mean them"
+    rule = f"a file may set only {', '.join(sorted(EXPORTED))}; export others in the shell, if you mean them"
     for name, value in t.values_of_file.get(ENVIRONMENT, {}).items():
-        require(name in EXPORTED, ENVIRONMENT, name, right)
+        require(name in EXPORTED, ENVIRONMENT, name, rule)
         plain = isinstance(value, (str, int, float)) and str(value).isprintable()
         require(plain, f"{ENVIRONMENT}.{name}", value, "must be text on one line, or a number")
         t.environment[name] = str(value)
@@ -280,10 +280,10 @@ def weights_dtype(t: Translation, target: str, note: str = MAPPED, narrow: Mappi
         narrow: keys of ours to set with another than float32.
     """
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-    found = (t["torch_dtype"] or "auto").removeprefix("torch.")
-    dtype = names.get(found, found)
-    right = "must be float32, bfloat16, float16 or auto"
-    require(dtype in ("auto", "float32", "bfloat16", "float16"), "torch_dtype", t["torch_dtype"], right)
+    name = (t["torch_dtype"] or "auto").removeprefix("torch.")
+    dtype = names.get(name, name)
+    rule = "must be float32, bfloat16, float16 or auto"
+    require(dtype in ("auto", "float32", "bfloat16", "float16"), "torch_dtype", t["torch_dtype"], rule)
     if dtype == "auto":
         t.idle(f"{HERE}: float32, for what the model's files say is not known before they are read", "torch_dtype")
     elif dtype == "float32":

@@ -60,14 +60,14 @@ _LISTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yml").read_
 def _keys(name: str) -> dict[str, Key]:
     """The keys of one of the lists, with those of the list that it includes."""
     notes = dict(_LISTS[name])
-    found = _keys(notes.pop("include")) if "include" in notes else {}
+    keys = _keys(notes.pop("include")) if "include" in notes else {}
     for note, text in notes.items():
         for word in text.split():
             key, _, kind = word.partition(":")
             kind, _, default = kind.partition("=")
             new = Key(kind or "any", typed(key, kind, default) if default else None, note)
-            found[key] = found[key]._replace(note=note) if key in found and not kind else new
-    return found
+            keys[key] = keys[key]._replace(note=note) if key in keys and not kind else new
+    return keys
 
 
 KEYS = {command: _keys(command) for command in ("train", "sft", "reward", "relabel", "generate", "evaluate")}

@@ -110,8 +110,8 @@ def translate_generate(t: Translation) -> None:
     t.same("", "dataset_name=data split temperature top_p max_new_tokens=response_length")
     t.does("engine", {"engine": "vllm"}, "generate_for_eval.py samples with vLLM")
     common.weights_dtype(t, "dtype")
-    place = t["dataset_path"] or os.path.join(model, _GENERATIONS)
-    t.maps("dataset_path", {"output_dir": place}, "mapped; <name>.jsonl for every model")
+    folder = t["dataset_path"] or os.path.join(model, _GENERATIONS)
+    t.maps("dataset_path", {"output_dir": folder}, "mapped; <name>.jsonl for every model")
     t.maps("sanity_check", {"max_prompts": _SANITY_PROMPTS} if t["sanity_check"] else {})
     t.idle(f"{MAPPED if t['save_generations'] else HERE}: completions are always written", "save_generations")
     t.idle(f"{HERE}: one GPU for each model" if t["num_gpus"] > 1 else MAPPED, "num_gpus")
@@ -119,11 +119,11 @@ def translate_generate(t: Translation) -> None:
 
 def translate_evaluate(t: Translation) -> None:
     """All keys of a file for load_and_eval.py."""
-    model, place = t["model_name_or_path"], t["dataset_path"]
-    require(not (model is None and place is None), "model_name_or_path", model, "must be given, or dataset_path")
-    targets = {"generations": place or os.path.join(model, _GENERATIONS)}
-    output = {"output_dir": os.path.join(model or os.path.dirname(place.rstrip("/")), _EVALUATION)}
-    if place is None:
+    model, folder = t["model_name_or_path"], t["dataset_path"]
+    require(not (model is None and folder is None), "model_name_or_path", model, "must be given, or dataset_path")
+    targets = {"generations": folder or os.path.join(model, _GENERATIONS)}
+    output = {"output_dir": os.path.join(model or os.path.dirname(folder.rstrip("/")), _EVALUATION)}
+    if folder is None:
         t.maps("model_name_or_path", targets | output, "mapped: what async-rlhf generate wrote in that folder")
     else:
         t.maps("dataset_path", targets if model else targets | output, "mapped: what async-rlhf generate wrote there")

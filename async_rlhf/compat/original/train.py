@@ -39,8 +39,8 @@ def find_algorithm(values: Mapping[str, Any], chosen: str | None, file: str) -> 
         ConfigError: nothing tells the algorithm, or two hints contradict each other.
     """
     *others, last = PROGRAMS
-    right = f"must be one of {', '.join(PROGRAMS)}: the original has no other (for another one, migrate the file first)"
-    require(chosen is None or chosen in PROGRAMS, ALGORITHM, chosen, right)
+    rule = f"must be one of {', '.join(PROGRAMS)}: the original has no other (for another one, migrate the file first)"
+    require(chosen is None or chosen in PROGRAMS, ALGORITHM, chosen, rule)
     if values.get("bok"):
         require(chosen in (None, "best_of_k"), ALGORITHM, chosen, "must be best_of_k with bok: true")
         return "best_of_k", "bok is true"
@@ -53,8 +53,8 @@ def find_algorithm(values: Mapping[str, Any], chosen: str | None, file: str) -> 
     names = {"output_dir": values.get("output_dir"), "run_name": values.get("run_name"), "the file's name": file}
     for source, name in names.items():
         for pattern, algorithm in _NAMES.items():
-            if found := re.match(pattern, os.path.basename(str(name or "").rstrip("/"))):
-                return algorithm, f"{source} begins with {found.group()!r}"
+            if match := re.match(pattern, os.path.basename(str(name or "").rstrip("/"))):
+                return algorithm, f"{source} begins with {match.group()!r}"
     raise ConfigError(
         "algorithm: the file does not tell which of the original's programs it is for; give --algorithm "
         f"{', '.join(others)} or {last}"
@@ -114,19 +114,19 @@ def batches(t: Translation, algorithm: str) -> tuple[int, int]:
     if t["sanity_check"]:
         episodes = _SANITY_BATCHES * size
     unit = "completions" if algorithm == "rloo" else "prompts"
-    right = (
+    rule = (
         f"must be a multiple of the batch of {size} {unit} (per_device_train_batch_size {per_device} x "
         f"gradient_accumulation_steps {accumulation} x num_mini_batches {minis} x {ranks} ranks)"
     )
-    require(episodes % size == 0, "total_episodes", episodes, right)
+    require(episodes % size == 0, "total_episodes", episodes, rule)
     share = samples if algorithm == "rloo" else 1
     # What is trained on at once: in RLOO one of the two factors, divided by the completions of a prompt.
     divided = next((key for key in reversed(_OF_A_BATCH) if t[key] % share == 0), None)
-    right = (
+    rule = (
         f"it or per_device_train_batch_size ({per_device}) must be a multiple of rloo_k ({samples}): RLOO trains on "
         f"all {samples} completions of a prompt"
     )
-    require(divided is not None, "gradient_accumulation_steps", accumulation, right)
+    require(divided is not None, "gradient_accumulation_steps", accumulation, rule)
     note = f"divided by rloo_k: counts passes over completions there; here each stands for {samples} passes"
     for key in _OF_A_BATCH:
         part = share if key == divided else 1
@@ -159,8 +159,8 @@ def _evaluation(t: Translation, number: int) -> None:
 def _share_of(t: Translation, key: str, total: int) -> int:
     """Steps as transformers counts them: below 1 a share of all, rounded up."""
     value = t[key]
-    right = "must be an integer, or a share of all batches below 1"
-    require(value >= 0 and (value <= 1 or value == int(value)), key, value, right)
+    rule = "must be an integer, or a share of all batches below 1"
+    require(value >= 0 and (value <= 1 or value == int(value)), key, value, rule)
     # 0.2 x 15 is 3.0000000000000004 in floating point, and must not become 4.
     return int(value) if value >= 1 or value == 0 else max(1, math.ceil(round(total * value, 9)))
 
@@ -239,12 +239,14 @@ def _generation(t: Translation, algorithm: str) -> None:
 
 def _engine(t: Translation) -> None:
     """Which of the three trainers: transformers, vLLM on a separate device, vLLM alternating with the learner."""
-    place, single, sync = "train.generation.placement", t["single"], t["sync"]
+    placement, single, sync = "train.generation.placement", t["single"], t["sync"]
     if not t["vllm"]:
-        t.maps("vllm", {place: "inline", "train.staleness": 0}, "mapped: transformers samples, in turn with training")
+        t.maps(
+            "vllm", {placement: "inline", "train.staleness": 0}, "mapped: transformers samples, in turn with training"
+        )
         t.idle(f"{THERE}: vllm is not true", "single", "sync", "vllm_device", "vllm_gpu_memory_utilization")
         return
-    engine = {"train.generation.engine": "vllm", place: "inline" if single else "process"}
+    engine = {"train.generation.engine": "vllm", placement: "inline" if single else "process"}
     note = "mapped: in turn with training" if single else "mapped: vLLM in a process of its own"
     t.maps("vllm", engine | {"train.staleness": 0 if single or sync else 1}, note)
     if single:

@@ -70,11 +70,11 @@ def known_of(differences: Sequence[float], question: Question) -> Known:
         question: what is to be decided.
     """
     bound, margin = question.bound, question.margin
-    within = [min(max(one, -bound), bound) for one in differences]
-    broken = [one < -bound for one in differences]
+    within = [min(max(difference, -bound), bound) for difference in differences]
+    broken = [difference < -bound for difference in differences]
     above = log_wealth(within, -margin, -bound)
-    below = log_wealth([-one for one in within], margin, -bound)
-    rare = log_wealth([-float(one) for one in broken], -question.breakdown_rate, -1.0)
+    below = log_wealth([-difference for difference in within], margin, -bound)
+    rare = log_wealth([-float(breakdown) for breakdown in broken], -question.breakdown_rate, -1.0)
     decision: Decision = "undecided"
     if len(differences) >= question.min_pairs:
         decision = "non-inferior" if min(above, rare) >= -math.log(question.error) else decision

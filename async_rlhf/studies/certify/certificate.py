@@ -40,7 +40,7 @@ def pair_of(seed: int, synchronous: Results, stale: Results) -> Pair:
         ValueError: they were not judged on equally many prompts.
     """
     both = synchronous["scores"], stale["scores"]
-    kls = [one["kl"]["estimate"] if "kl" in one else None for one in (synchronous, stale)]
+    kls = [results["kl"]["estimate"] if "kl" in results else None for results in (synchronous, stale)]
     return Pair(seed, fmean(both[0]), fmean(both[1]), tuple(b - a for a, b in zip(*both, strict=True)), *kls)
 
 
@@ -52,13 +52,13 @@ def in_order(arrivals: Iterable[tuple[int, int, Results]], seeds: Sequence[int],
         seeds: of the pairs.
         staleness: of the stale runs; the others have 0.
     """
-    found: dict[tuple[int, int], Results] = {}
+    pending: dict[tuple[int, int], Results] = {}
     waiting = list(reversed(seeds))
     for which, seed, results in arrivals:
-        found[which, seed] = results
-        while waiting and (0, waiting[-1]) in found and (staleness, waiting[-1]) in found:
+        pending[which, seed] = results
+        while waiting and (0, waiting[-1]) in pending and (staleness, waiting[-1]) in pending:
             next_seed = waiting.pop()
-            yield pair_of(next_seed, found.pop((0, next_seed)), found.pop((staleness, next_seed)))
+            yield pair_of(next_seed, pending.pop((0, next_seed)), pending.pop((staleness, next_seed)))
 
 
 def looks(pairs: Iterable[Pair], question: Question) -> Iterator[tuple[Pair, Known]]:
@@ -92,9 +92,9 @@ def line_of(pair: Pair, known: Known) -> dict[str, Any]:
     }
 
 
-def summary_of(found: Sequence[tuple[Pair, Known]], question: Question) -> dict[str, Any]:
+def summary_of(history: Sequence[tuple[Pair, Known]], question: Question) -> dict[str, Any]:
     """The certificate: what was decided, on what, and what pairing has saved."""
-    pairs, last = [pair for pair, _ in found], found[-1][1]
+    pairs, last = [pair for pair, _ in history], history[-1][1]
     saved = variance_saved([pair.synchronous for pair in pairs], [pair.stale for pair in pairs])
     worst = min(pairs, key=lambda pair: pair.difference)
     return {
@@ -124,11 +124,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def table(found: Sequence[tuple[Pair, Known]], question: Question) -> str:
+def table(history: Sequence[tuple[Pair, Known]], question: Question) -> str:
     """A Markdown table, a row for each pair."""
     titles = ("seed", "S = 0", f"S = {question.staleness}", "difference", "standard error over prompts")
     lines = [markdown_row([*titles, "evidence: non-inferior", "inferior"]), f"|{'---|' * 7}"]
-    for pair, known in found:
+    for pair, known in history:
         golds = (
             f"{pair.synchronous:.4f}",
             f"{pair.stale:.4f}",

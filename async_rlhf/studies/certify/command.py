@@ -45,8 +45,8 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
     _check_prompts(trials[0].held_out)
     question = question_of(config)
     least = fewest_pairs(question)
-    right = f"must be at least {least}: fewer cannot show that less than {config.breakdown_rate:g} of pairs break down"
-    require(config.max_pairs >= least, "max_pairs", config.max_pairs, right)
+    rule = f"must be at least {least}: fewer cannot show that less than {config.breakdown_rate:g} of pairs break down"
+    require(config.max_pairs >= least, "max_pairs", config.max_pairs, rule)
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder / ".certify.lock", "output_dir", folder), closing(run_trials(trials, config)) as running:
@@ -54,16 +54,16 @@ def run_certify(config: CertifyConfig) -> dict[str, Any]:
         if config.of_gain:
             gain = _gain(config)
             question = question._replace(margin=question.margin * gain, bound=question.bound * gain, gain=gain)
-        found = []
+        history = []
         known_as = {trial.name: (trial.run.train.staleness, trial.seed) for trial in trials}
         arrivals = ((*known_as[name], results) for name, results in _succeeded(running))
         pairs = in_order(arrivals, [trial.seed for trial in trials[::2]], config.staleness)
         for pair, known in looks(pairs, question):
-            found.append((pair, known))
-            write_file(folder / PAIRS, json_lines(line_of(*one) for one in found))
+            history.append((pair, known))
+            write_file(folder / PAIRS, json_lines(line_of(*entry) for entry in history))
             logger.info("%s", progress(pair, known, question))
-        summary = summary_of(found, question)
-        text = f"{verdict_text(summary)}\n\n{table(found, question)}\n"
+        summary = summary_of(history, question)
+        text = f"{verdict_text(summary)}\n\n{table(history, question)}\n"
         write_file(folder / TEXT, text)
         write_file(folder / CERTIFICATE, json_lines([summary]))
     print(text)
@@ -85,8 +85,8 @@ def trials_of(config: CertifyConfig) -> list[Trial]:
     """
     held_out = parsed_held_out(config)
     in_flight = parsed_run(config, {"train.staleness": config.staleness}).train.generation.in_flight
-    right = "must be false: a certificate is about runs of one staleness, and in flight it is at most that"
-    require(not in_flight, "base.train.generation.in_flight", in_flight, right)
+    rule = "must be false: a certificate is about runs of one staleness, and in flight it is at most that"
+    require(not in_flight, "base.train.generation.in_flight", in_flight, rule)
     first = config.seed + config.of_gain
     return _trials(config, held_out, range(first, first + config.max_pairs))
 
@@ -123,11 +123,11 @@ def _gain(config: CertifyConfig) -> float:
 
 def _check_prompts(held_out: EvaluateConfig) -> None:
     """Require two prompts, for intervals over prompts. Those of the hub are counted only when they are answered."""
-    right = "must be at least 2, for intervals over prompts"
-    require(held_out.max_prompts is None or held_out.max_prompts > 1, "held_out.max_prompts", 1, right)
+    rule = "must be at least 2, for intervals over prompts"
+    require(held_out.max_prompts is None or held_out.max_prompts > 1, "held_out.max_prompts", 1, rule)
     if Path(held_out.data).expanduser().exists():
         rows = len(load_rows(held_out.data, held_out.split, key="held_out.data"))
-        require(rows > 1, "held_out.data", held_out.data, f"has {rows} prompt; {right}")
+        require(rows > 1, "held_out.data", held_out.data, f"has {rows} prompt; {rule}")
 
 
 def _fix(config: CertifyConfig) -> None:

@@ -38,12 +38,12 @@ class CertifyConfig(SeededConfig, ManyRunsConfig):
 
     def check(self) -> None:
         super().check()
-        right = f"must be at least min_pairs, which is {self.min_pairs}"
-        require(self.max_pairs >= self.min_pairs, "max_pairs", self.max_pairs, right)
-        right = f"must be above the margin, which is {self.margin:g}"
-        require(self.bound is None or self.bound > self.margin, "bound", self.bound, right)
+        rule = f"must be at least min_pairs, which is {self.min_pairs}"
+        require(self.max_pairs >= self.min_pairs, "max_pairs", self.max_pairs, rule)
+        rule = f"must be above the margin, which is {self.margin:g}"
+        require(self.bound is None or self.bound > self.margin, "bound", self.bound, rule)
         judged = self.held_out.get("seed", 0)
         require(type(judged) is int, "held_out.seed", judged, "must be a whole number")
         last = self.seed + self.of_gain + self.max_pairs - 1 + judged
-        right = f"must be smaller: max_pairs {self.max_pairs} and held_out.seed lead beyond 2^32 - 1"
-        require(last < 2**32, "seed", self.seed, right)
+        rule = f"must be smaller: max_pairs {self.max_pairs} and held_out.seed lead beyond 2^32 - 1"
+        require(last < 2**32, "seed", self.seed, rule)

@@ -122,7 +122,7 @@ def look(differences: Sequence[float], margin: float, error: float, min_pairs: i
     if n == 0:
         raise ValueError("a look needs at least 1 difference; got 0")
     mean = math.fsum(differences) / n
-    squares = math.fsum((one - mean) ** 2 for one in differences)
+    squares = math.fsum((difference - mean) ** 2 for difference in differences)
     deviation = math.sqrt(squares / (n - 1)) if n > 1 else math.nan
     t = _t_statistic(mean + margin, deviation, n, max(margin, *map(abs, differences)))
     above, below = (0.0, 0.0) if t == 0 and n == 1 else (log_evidence(t, n), log_evidence(-t, n))

@@ -111,8 +111,8 @@ def distance(
             with learner.autocast():
                 tokens_BT = rows.tokens_BT.to(device)
                 how = rows.positions_BT, rows.routes_BTLE
-                found = over_response_logits(learner.policy, tokens_BT, rows.sampled_BT, reduce, *how)
-        kl_N, more_N = found.double().cpu()
+                numbers_KN = over_response_logits(learner.policy, tokens_BT, rows.sampled_BT, reduce, *how)
+        kl_N, more_N = numbers_KN.double().cpu()
         kl_sum, tokens = kl_sum + kl_N.sum().item(), tokens + len(drawn_N)
         row_N = rows.sampled_BT.nonzero()[:, 0] + unit * experience.rows_per_unit
         logprobs_B.index_add_(0, row_N, more_N)

@@ -73,8 +73,8 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
         _say_from(part, start)
         with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
-            found = Repetition(part, Path(scratch, "run"), keep=bool(scores))
-            ours = found.course.metrics
+            repetition = Repetition(part, Path(scratch, "run"), keep=bool(scores))
+            ours = repetition.course.metrics
             require_equal(ours, logged, config.batch)
             other = None
             if scores:
@@ -92,7 +92,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
                 "after": max(ours) - config.batch,
                 "compared": [batch for batch in ours if batch in logged],
             },
-            **_taken_apart(found, config, scores, other),
+            **_taken_apart(repetition, config, scores, other),
         }
     _write(files, account, ours[config.batch])
     return account
@@ -100,16 +100,16 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
 
 def _started_in(run: Path, output_dir: str) -> Path:
     """The folder that a run was started in, if its output folder is still there below it; else the current one."""
-    place = Path(output_dir)
-    depth = len(place.parts)
-    above = not place.is_absolute() and run.parts[-depth:] == place.parts
+    path = Path(output_dir)
+    depth = len(path.parts)
+    above = not path.is_absolute() and run.parts[-depth:] == path.parts
     return run.parents[depth - 1] if above else Path.cwd()
 
 
 def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> Part:
     """What is repeated of a run that has logged so many batches."""
-    right = f"must be 1 to {last}, the last batch that {config.run!r} has logged"
-    require(config.batch <= last, "batch", config.batch, right)
+    rule = f"must be 1 to {last}, the last batch that {config.run!r} has logged"
+    require(config.batch <= last, "batch", config.batch, rule)
     first = max(1, config.batch - max(config.before, 1) + 1)
     checkpoint = Checkpoints(run).newest_whole(until=first - 1)
     if checkpoint is None and original.train.resume_from is not None:
@@ -124,15 +124,15 @@ def _require_answers(config: ExplainConfig, part: Part) -> None:
     train = part.original.train
     most = train.batch_size * train.samples_per_prompt
     highest = max(map(int, config.what_if), default=0)
-    right = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
-    require(highest <= most, "what_if", config.what_if, right)
-    right = "must be empty for a run whose environments answered: they would be asked something else"
-    require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, right)
+    rule = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
+    require(highest <= most, "what_if", config.what_if, rule)
+    rule = "must be empty for a run whose environments answered: they would be asked something else"
+    require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, rule)
 
 
 def _require_one_rank(run: Path, original: RunConfig) -> None:
     noted = [start.get("ranks") for start in starts_of(run / ENVIRONMENT) or ()]
-    most = max([original.train.parallel.ranks, launched_ranks(), *(one for one in noted if isinstance(one, int))])
+    most = max([original.train.parallel.ranks, launched_ranks(), *(ranks for ranks in noted if isinstance(ranks, int))])
     if most > 1:
         raise ConfigError(
             f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one "
@@ -151,32 +151,34 @@ def _say_from(part: Part, start: int) -> None:
 
 
 def _taken_apart(
-    found: Repetition, config: ExplainConfig, scores: Mapping[int, float], other: Course | None
+    repetition: Repetition, config: ExplainConfig, scores: Mapping[int, float], other: Course | None
 ) -> dict[str, Any]:
     """With as many threads as in training, for sums depend on them."""
-    run, learner, update = found.trainer.run, found.trainer.learner, found.update
+    run, learner, update = repetition.trainer.run, repetition.trainer.learner, repetition.update
     with shared_cores(run.config, run.device):
-        scored = found.course.scored[config.batch]
+        scored = repetition.course.scored[config.batch]
         experience = update.annotate(scored)
         again = update.take(experience)
-        if not all(map(torch.equal, again, found.after)):
+        if not all(map(torch.equal, again, repetition.after)):
             raise RepetitionDiffersError("the update cannot be repeated bit for bit: on a GPU, set train.deterministic")
         logger.info("explain: the update repeats bit for bit; taking it apart")
-        account = explained(update, scored, experience, run.scorer, run.tokenizer, found.after, config.top)
-        account["later"] = found.later
-        found.later[-1]["kl_per_token"] = distance(update, experience, found.end, found.end_without).kl
-        account["before"] = _ranked(found, experience) if found.without else None
-        account["what_if"] = None if other is None else _what_changes(found, other, experience, scores)
+        account = explained(update, scored, experience, run.scorer, run.tokenizer, repetition.after, config.top)
+        account["later"] = repetition.later
+        repetition.later[-1]["kl_per_token"] = distance(update, experience, repetition.end, repetition.end_without).kl
+        account["before"] = _ranked(repetition, experience) if repetition.without else None
+        account["what_if"] = None if other is None else _what_changes(repetition, other, experience, scores)
     learner.optimizer.zero_grad()
     return account
 
 
-def _ranked(found: Repetition, experience: Experience) -> dict[str, Any]:
+def _ranked(repetition: Repetition, experience: Experience) -> dict[str, Any]:
     """The batches that were left out in turn, by their share of the way of all, and the share of those before them."""
-    way, rows = difference(found.after, found.start), []
-    for batches, weights in found.without:
-        kl = distance(found.update, experience, found.after, weights).kl
-        rows.append({"batch": batches[-1], "share": share(difference(found.after, weights), way), "kl_per_token": kl})
+    way, rows = difference(repetition.after, repetition.start), []
+    for batches, weights in repetition.without:
+        kl = distance(repetition.update, experience, repetition.after, weights).kl
+        rows.append(
+            {"batch": batches[-1], "share": share(difference(repetition.after, weights), way), "kl_per_token": kl}
+        )
     together, *rows = rows
     rest = None if together["share"] is None else 1 - together["share"]
     rows.sort(key=lambda row: -(row["share"] or 0.0))
@@ -199,12 +201,12 @@ def _what_changes(was: Repetition, now: Course, experience: Experience, scores: 
     """
     update, batches = was.update, sorted(was.course.scored.keys() & now.scored.keys())
     first = was.course.scored[batches[0]]
-    found = []
+    rows = []
     for batch in batches:
         theirs, ours = was.course.weights, now.weights
         change, cosine = compared(*(difference(of[batch], of[batch - 1]) for of in (ours, theirs)))
         old, new = was.course.metrics[batch], now.metrics[batch]
-        found.append(
+        rows.append(
             {
                 "batch": batch,
                 **{name: {"was": old.get(key), "is": new.get(key)} for name, key in _METRICS.items()},
@@ -217,8 +219,8 @@ def _what_changes(was: Repetition, now: Course, experience: Experience, scores: 
     scores_R = first.scores_PK.flatten()
     return {
         "changes": [{"completion": n, "was": number(scores_R[n - 1].item()), "is": x} for n, x in scores.items()],
-        "completions_differ_from": next((each["batch"] for each in found if each["others"]), None),
-        "batches": found,
+        "completions_differ_from": next((each["batch"] for each in rows if each["others"]), None),
+        "batches": rows,
     }
 
 

@@ -76,12 +76,12 @@ def contributions(update: RepeatableUpdate, experience: Experience, delta: Seque
     """
     update.rewind()
     learner = update.learner
-    own = learner.parallel
+    parallel = learner.parallel
     meter = learner.parallel = _Meter(update, experience, delta)
     try:
         learner.update(experience, update.batch)
     finally:
-        learner.parallel = own
+        learner.parallel = parallel
     return meter.result()
 
 
@@ -139,10 +139,10 @@ class _Meter(Parallel):
                 output = self._output(u)
             loss = learner.algorithm.loss(output, rows, learner.batch_config)
             wanted = [*policy, *_parts(output)]
-            found = torch.autograd.grad(loss.loss_sum / weight, wanted, allow_unused=True)
-            here.units_U[u] = -inner(found[: len(policy)], self._delta)
+            gradients = torch.autograd.grad(loss.loss_sum / weight, wanted, allow_unused=True)
+            here.units_U[u] = -inner(gradients[: len(policy)], self._delta)
             places = slice(u * len(rows), (u + 1) * len(rows)), slice(rows.tokens_BT.shape[1])
-            chained = [g.double() * s for g, s in zip(found[len(policy) :], slope, strict=True) if g is not None]
+            chained = [g.double() * s for g, s in zip(gradients[len(policy) :], slope, strict=True) if g is not None]
             here.tokens_BT[places] = -sum(chained, torch.zeros_like(slope[0])).cpu()
             log_ratios_BT = (output.logprobs_BT.detach() - rows.behaviour_logprobs_BT) * rows.sampled_BT
             here.log_ratios_BT[places] = log_ratios_BT.cpu()
@@ -153,18 +153,18 @@ class _Meter(Parallel):
 
     def _add(self, here: Contributions, kept: float) -> None:
         """Add a step that was taken, with what clipping has left of it."""
-        found, experience = self._found, self._experience
-        found.kept.append(kept)
-        found.total += kept * here.total
-        found.units_U += kept * here.units_U
-        found.tokens_BT += kept * here.tokens_BT
-        new_B = (here.seen_U & ~found.seen_U).repeat_interleave(experience.rows_per_unit)
-        found.log_ratios_BT[new_B] = here.log_ratios_BT[new_B]
-        found.moves_BT[new_B] = here.moves_BT[new_B]
-        found.seen_U |= here.seen_U
+        sums, experience = self._found, self._experience
+        sums.kept.append(kept)
+        sums.total += kept * here.total
+        sums.units_U += kept * here.units_U
+        sums.tokens_BT += kept * here.tokens_BT
+        new_B = (here.seen_U & ~sums.seen_U).repeat_interleave(experience.rows_per_unit)
+        sums.log_ratios_BT[new_B] = here.log_ratios_BT[new_B]
+        sums.moves_BT[new_B] = here.moves_BT[new_B]
+        sums.seen_U |= here.seen_U
         self._weights_U += here.seen_U * experience.loss_weights_U
         for name, values_U in here.metrics.items():
-            found.metrics[name] = found.metrics.get(name, 0.0) + values_U
+            sums.metrics[name] = sums.metrics.get(name, 0.0) + values_U
 
     def result(self) -> Contributions:
         """All steps together."""
@@ -183,15 +183,15 @@ class _Meter(Parallel):
     def _slopes(self, units: list[int]) -> dict[int, list[Tensor]]:
         """The derivatives of log-probabilities and values of each unit along the step, from where the weights are."""
         policy, distance = self._update.policy, self._distance
-        here, found = clones(policy), dict[int, list[Tensor]]()
+        here, slopes = clones(policy), dict[int, list[Tensor]]()
         with torch.no_grad():
             for multiple, share in _STENCIL:
                 load(policy, here, self._delta, multiple * distance)
                 for u in units:
                     scaled = [x.double() * (share / distance) for x in _parts(self._output(u))]
-                    found[u] = [a + b for a, b in zip(found[u], scaled, strict=True)] if u in found else scaled
+                    slopes[u] = [a + b for a, b in zip(slopes[u], scaled, strict=True)] if u in slopes else scaled
         load(policy, here)
-        return found
+        return slopes
 
 
 def _parts(output: PolicyOutput) -> list[Tensor]:

@@ -49,24 +49,24 @@ def explained(
     """
     step = update.step_to(after)
     measured = contributions(update, experience, step)
-    found = _Account(update, experience, after, step, scored, measured, tokenizer)
-    likely = found.by_contribution[:top]
+    account = _Account(update, experience, after, step, scored, measured, tokenizer)
+    likely = account.by_contribution[:top]
     for unit in likely:
-        found.effects[unit] = found.without_units([unit])
-        logger.info("explain: left out %d of %d", len(found.effects), len(likely))
-    units = [found.unit(rank, unit) for rank, unit in enumerate(found.order, start=1)]
+        account.effects[unit] = account.without_units([unit])
+        logger.info("explain: left out %d of %d", len(account.effects), len(likely))
+    units = [account.unit(rank, unit) for rank, unit in enumerate(account.order, start=1)]
     parts = [
-        {"part": part, "without": found.with_scores(without_part(scorer, scored, part)).row}
+        {"part": part, "without": account.with_scores(without_part(scorer, scored, part)).row}
         for part in reward_parts(scorer, scored)
     ]
     return {
-        "step": found.of_step(),
+        "step": account.of_step(),
         "completions": units,
-        "tokens": found.tokens(),
-        "vocabulary": found.vocabulary(),
+        "tokens": account.tokens(),
+        "vocabulary": account.vocabulary(),
         "not_trained_on": len(scored.batch.samples) - len(experience),
         "reward_parts": parts,
-        "lag": found.lag(),
+        "lag": account.lag(),
     }
 
 
@@ -81,10 +81,10 @@ def implied_shares(beta: float, steps: int) -> list[float]:
         beta: of the optimiser's first moment.
         steps: n, of the update.
     """
-    own = [1 - beta**k for k in range(1, steps + 1)]
-    apart = sum(part**2 for part in own)
+    coefficients = [1 - beta**k for k in range(1, steps + 1)]
+    apart = sum(part**2 for part in coefficients)
     earlier = beta**2 * (1 - beta**steps) ** 2 / (1 - beta**2)
-    return [earlier / (earlier + apart), 1 - sum(own) / steps]
+    return [earlier / (earlier + apart), 1 - sum(coefficients) / steps]
 
 
 class _Row(NamedTuple):
@@ -93,7 +93,7 @@ class _Row(NamedTuple):
     number: int
     """Among all samples of the batch."""
     group: Group
-    place: int
+    position: int
     """Among the prompt's samples."""
     sample: Sample
 
@@ -165,15 +165,15 @@ class _Account(Removal):
         waiting: dict[bytes, list[_Row]] = {}
         number = 0
         for group in self.scored.batch.groups:
-            for place, sample in enumerate(group.samples):
-                waiting.setdefault(_name(sample.tokens, sample.logprobs), []).append(_Row(number, group, place, sample))
+            for index, sample in enumerate(group.samples):
+                waiting.setdefault(_name(sample.tokens, sample.logprobs), []).append(_Row(number, group, index, sample))
                 number += 1
-        found = []
+        rows = []
         for b, length in enumerate(self.experience.lengths_B.tolist()):
             tokens, logprobs = self.experience.tokens_BT[b, :length], self.experience.behaviour_logprobs_BT[b, :length]
             same = waiting[_name(tokens.numpy(), logprobs.numpy())]
-            found.append(same.pop(0) if len(same) > 1 else same[0])  # equal samples in turn
-        return found
+            rows.append(same.pop(0) if len(same) > 1 else same[0])  # equal samples in turn
+        return rows
 
     @cached_property
     def whole(self) -> float:
@@ -235,9 +235,9 @@ class _Account(Removal):
         row = self.rows[b]
         rewards = {name: number(values_R[row.number].item()) for name, values_R in self.scored.rewards.items()}
         advantages_BT, sampled_T = self.experience.advantages_BT, self.experience.sampled_BT[b] > 0
-        found = {
+        entry = {
             "number": row.number + 1,
-            "sample": row.place,
+            "sample": row.position,
             "completion": decode_samples(self.tokenizer, [row.sample])[0],
             "finish_reason": row.sample.finish_reason,
             "score": self.experience.scores_B[b].item(),
@@ -248,8 +248,8 @@ class _Account(Removal):
         if with_tokens:
             places = sampled_T.nonzero().squeeze(1).tolist()
             sums_T = self.measured.tokens_BT[b]
-            found["tokens"] = [{"text": self._text(b, t), "contribution": sums_T[t].item()} for t in places]
-        return found
+            entry["tokens"] = [{"text": self._text(b, t), "contribution": sums_T[t].item()} for t in places]
+        return entry
 
     def _text(self, b: int, t: int) -> str:
         return self.tokenizer.decode([int(self.experience.tokens_BT[b, t])])
@@ -258,14 +258,14 @@ class _Account(Removal):
         """The tokens with the largest contributions."""
         tokens_BT = self.measured.tokens_BT
         order = tokens_BT.abs().flatten().argsort(descending=True, stable=True)[:TOKENS].tolist()
-        found, size = [], self.experience.rows_per_unit
+        tokens, size = [], self.experience.rows_per_unit
         ranks = {unit: rank for rank, unit in enumerate(self.order, start=1)}
-        for b, t in (divmod(place, tokens_BT.shape[1]) for place in order):
+        for b, t in (divmod(index, tokens_BT.shape[1]) for index in order):
             contribution = tokens_BT[b, t].item()
             if contribution == 0:
                 break
             start = int(self.experience.sampled_BT[b].argmax())
-            found.append(
+            tokens.append(
                 {
                     "text": self._text(b, t),
                     "before": self.tokenizer.decode(self.experience.tokens_BT[b, max(0, t - 6) : t].tolist()),
@@ -278,7 +278,7 @@ class _Account(Removal):
                     "moves": self.measured.moves_BT[b, t].item(),
                 }
             )
-        return found
+        return tokens
 
     def vocabulary(self) -> list[dict[str, Any]]:
         """The tokens of the vocabulary whose places in the batch have the largest contribution together."""

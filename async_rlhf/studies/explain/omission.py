@@ -73,8 +73,8 @@ class Omission:
 
     def weights(self, of: Sequence[Tensor]) -> list[Tensor]:
         """Those of some of the trained parameters, by their identity; not copied."""
-        place = {id(parameter): weights for parameter, weights in zip(self._trained, self._weights, strict=True)}
-        return [place[id(parameter)] for parameter in of]
+        weights_of = {id(parameter): weights for parameter, weights in zip(self._trained, self._weights, strict=True)}
+        return [weights_of[id(parameter)] for parameter in of]
 
     def _swap(self) -> None:
         """Exchange weights and state with those of the learner, without a copy."""

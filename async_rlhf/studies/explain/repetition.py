@@ -80,11 +80,11 @@ def require_equal(ours: Mapping[int, Line], logged: Mapping[int, Line], batch: i
         RepetitionDiffersError: names the first difference, and how to leave out batches after the one of interest.
     """
     for each in sorted(ours.keys() & logged.keys()):
-        found, expected = ours[each], logged[each]
-        keys = [key for key in expected if found.get(key) != expected[key]]
+        actual, expected = ours[each], logged[each]
+        keys = [key for key in expected if actual.get(key) != expected[key]]
         if keys:
             raise RepetitionDiffersError(
-                f"batch {each}: {keys[0]} is {found.get(keys[0])!r}, was {expected[keys[0]]!r} ({len(keys)} metrics "
+                f"batch {each}: {keys[0]} is {actual.get(keys[0])!r}, was {expected[keys[0]]!r} ({len(keys)} metrics "
                 f"differ){f'; --after 0 repeats no batch after {batch}' if each > batch else ''}"
             )
 
@@ -110,7 +110,9 @@ class Part:
         environments say what they said.
         """
         train, replies = self.original.train, self.run / EPISODES
-        changes: dict[str, Any] = {one.name: one.default for one in fields(train) if one.name.startswith("hub_")}
+        changes: dict[str, Any] = {
+            field.name: field.default for field in fields(train) if field.name.startswith("hub_")
+        }
         changes |= {"push_to_hub": False, "report_to": [], "save_steps": 0, "logging_steps": 1, "trace": False}
         changes |= {"resume": False, "resume_from": None if self.checkpoint is None else str(self.checkpoint)}
         if replies.is_file():
@@ -143,8 +145,8 @@ class _Witness:
 
     def _total(self, *args: Any) -> Tensor:
         scores_R = type(self._scorer).total(self._scorer, *args)
-        for place, score in self._scores.items():
-            scores_R[place - 1] = score
+        for completion, score in self._scores.items():
+            scores_R[completion - 1] = score
         return scores_R
 
     def __getattr__(self, name: str) -> Any:

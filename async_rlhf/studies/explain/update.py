@@ -41,8 +41,8 @@ class RepeatableUpdate:
         self._before = clones(self._trained)
         self.policy: list[nn.Parameter] = trainable(learner.policy)
         """What is trained of the policy, adapters where it has some: that whose step is explained."""
-        place = {id(parameter): tensor for parameter, tensor in zip(self._trained, self._before, strict=True)}
-        self.before = [place[id(parameter)] for parameter in self.policy]
+        tensor_of = {id(parameter): tensor for parameter, tensor in zip(self._trained, self._before, strict=True)}
+        self.before = [tensor_of[id(parameter)] for parameter in self.policy]
         """The same tensors before the update."""
 
     def rewind(self) -> None:

@@ -132,8 +132,8 @@ def find_times(config: PlanConfig) -> Source:
     folder = config.run is not None and Path(config.run).is_dir()
     recipe = _recipe(config.run) if config.run is not None and not folder else None
     if config.model.parameters is not None:
-        right = "must be a YAML file, or null, with model.parameters: the times are either measured or estimated"
-        require(not folder, "run", config.run, right)
+        rule = "must be a YAML file, or null, with model.parameters: the times are either measured or estimated"
+        require(not folder, "run", config.run, rule)
         assert config.devices is not None
         batch = batch_of(config.workload, recipe)
         text = (
@@ -144,24 +144,24 @@ def find_times(config: PlanConfig) -> Source:
         return Source(Roofline(config.hardware, config.model, batch), config.devices, batch.prompts, text)
     scaling, prompts = config.scaling, config.workload.prompts
     if config.seconds.generate is not None:
-        right = "must be a YAML file, or null, with seconds: the times are either measured or given"
-        require(not folder, "run", config.run, right)
+        rule = "must be a YAML file, or null, with seconds: the times are either measured or given"
+        require(not folder, "run", config.run, rule)
         prompts = prompts or (recipe.train.batch_size if recipe else None)
         scaled = times_of(config.seconds, scaling, prompts, config.workload)
         text = f"seconds as given, for {_split(scaled.measured)}"
         return Source(scaled, config.devices or _devices(scaled.measured), prompts, text)
-    right = "must be the folder of a run; or give seconds.generate and seconds.train, or model.parameters"
+    rule = "must be the folder of a run; or give seconds.generate and seconds.train, or model.parameters"
     if config.run is None or not folder:
-        raise ConfigError(f"run: got {config.run!r}; {right}")
-    found = read_run(Path(config.run), config.warm_up, scaling.learners)
-    right = f"must be null or {found.split.generators}, as the run has it"
-    require(scaling.generators in (None, found.split.generators), "scaling.generators", scaling.generators, right)
+        raise ConfigError(f"run: got {config.run!r}; {rule}")
+    run = read_run(Path(config.run), config.warm_up, scaling.learners)
+    rule = f"must be null or {run.split.generators}, as the run has it"
+    require(scaling.generators in (None, run.split.generators), "scaling.generators", scaling.generators, rule)
     text = (
-        f"{config.run}: {len(found.rows)} batches measured with {_split(found.split)} at staleness {found.staleness}, "
-        f"{found.step_seconds:.3g} s each"
+        f"{config.run}: {len(run.rows)} batches measured with {_split(run.split)} at staleness {run.staleness}, "
+        f"{run.step_seconds:.3g} s each"
     )
-    times = Scaled(found.rows, found.split, scaling, found.prompts, config.workload)
-    return Source(times, config.devices or _devices(found.split), found.prompts, text, found)
+    times = Scaled(run.rows, run.split, scaling, run.prompts, config.workload)
+    return Source(times, config.devices or _devices(run.split), run.prompts, text, run)
 
 
 def _recipe(path: str) -> RunConfig:

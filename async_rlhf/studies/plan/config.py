@@ -32,8 +32,8 @@ class SecondsConfig(Checked):
     """Time of whatever else the learner does between two batches, such as logging."""
 
     def check(self) -> None:
-        right = "must be given together with train: seconds of one batch each"
-        require((self.generate is None) == (self.train is None), "seconds.generate", self.generate, right)
+        rule = "must be given together with train: seconds of one batch each"
+        require((self.generate is None) == (self.train is None), "seconds.generate", self.generate, rule)
 
 
 @configuration
@@ -177,13 +177,13 @@ class ModelSizeConfig(Checked):
     def check(self) -> None:
         for name in ("layers", "kv_width"):
             value = getattr(self, name)
-            right = "must be at least 1 with model.parameters: it sizes the keys and values"
-            require(self.parameters is None or value >= 1, f"model.{name}", value, right)
-        right = f"must be at most the {self.experts} experts of a block"
-        require(self.experts_per_token <= self.experts, "model.experts_per_token", self.experts_per_token, right)
+            rule = "must be at least 1 with model.parameters: it sizes the keys and values"
+            require(self.parameters is None or value >= 1, f"model.{name}", value, rule)
+        rule = f"must be at most the {self.experts} experts of a block"
+        require(self.experts_per_token <= self.experts, "model.experts_per_token", self.experts_per_token, rule)
         for name in ("hidden", "feed_forward"):
-            right = "must be given with model.experts: it sizes the experts"
-            require(self.experts == 1 or getattr(self, name) is not None, f"model.{name}", None, right)
+            rule = "must be given with model.experts: it sizes the experts"
+            require(self.experts == 1 or getattr(self, name) is not None, f"model.{name}", None, rule)
 
 
 @configuration
@@ -280,7 +280,7 @@ class PlanConfig(SeededConfig):
         least = 8 * (self.max_staleness + 1)
         self.require(self.batches >= least, "batches", f"must be at least {least}")
         are_seconds = self.seconds.generate is not None
-        right = "must be null with seconds: the times are either given or estimated"
-        require(self.model.parameters is None or not are_seconds, "model.parameters", self.model.parameters, right)
-        right = "must be given with model.parameters: how many devices are to be split?"
-        require(self.model.parameters is None or self.devices is not None, "devices", self.devices, right)
+        rule = "must be null with seconds: the times are either given or estimated"
+        require(self.model.parameters is None or not are_seconds, "model.parameters", self.model.parameters, rule)
+        rule = "must be given with model.parameters: how many devices are to be split?"
+        require(self.model.parameters is None or self.devices is not None, "devices", self.devices, rule)

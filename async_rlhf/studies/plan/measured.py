@@ -45,8 +45,8 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
     Raises:
         ConfigError: it is not a run's folder, or has too few batches.
     """
-    right = f"must be the output folder of a run, with its {METRICS}"
-    require((folder / METRICS).is_file(), "run", str(folder), right)
+    rule = f"must be the output folder of a run, with its {METRICS}"
+    require((folder / METRICS).is_file(), "run", str(folder), rule)
     logs = [log for log in json_lines(folder / METRICS, []) if "time/batch" in log]
     try:
         lag = max((int(log["schedule/lag"]) for log in logs), default=0)
@@ -58,7 +58,7 @@ def read_run(folder: Path, warm_up: int, learners: int = 1) -> MeasuredRun:
         rows = [_row(log, requests, transfer) for log in kept]
         prompts = [round(log["eps"] * log["time/batch"]) for log in kept]
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"run: got {str(folder)!r}; {right}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"run: got {str(folder)!r}; {rule}: {type(error).__name__}: {error}") from error
     if len(kept) < FEWEST:
         raise ConfigError(
             f"run: {str(folder)!r} has logged {len(logs)} batches; must be at least {warm_up + 1 + lag + FEWEST}: the "
@@ -89,7 +89,7 @@ def _traced(traces: Iterable[Sequence[Span]]) -> tuple[dict[int, tuple[float, ..
         By batch, seconds of each request, loading included, in the order in which they began; by version, seconds from
         publishing until the generators had it; and who has sampled.
     """
-    found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    requests: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     transfer: dict[int, float] = {}
     sampled: set[str] = set()
     loading: dict[str, float] = {}
@@ -105,7 +105,7 @@ def _traced(traces: Iterable[Sequence[Span]]) -> tuple[dict[int, tuple[float, ..
                 if generator != span.track:  # one of several batches under way: what it takes after the one before
                     seconds, ends[generator] = min(seconds, span.end - ends.get(generator, 0.0)), span.end
                 sampled.add(generator)
-                found[span.batch].append((span.start, seconds + loading.pop(span.track, 0.0)))
+                requests[span.batch].append((span.start, seconds + loading.pop(span.track, 0.0)))
             elif span.name == "hand out":
                 transfer[span.version] = seconds
-    return {batch: tuple(seconds for _, seconds in sorted(each)) for batch, each in found.items()}, transfer, sampled
+    return {batch: tuple(seconds for _, seconds in sorted(each)) for batch, each in requests.items()}, transfer, sampled

@@ -61,5 +61,5 @@ def lengths(
     for _ in range(_HALVINGS):  # the median that has this mean
         median = (low + high) / 2
         low, high = (low, median) if np.minimum(drawn * median, longest).mean() > mean else (median, high)
-    found: NDArray[np.float64] = np.minimum(drawn * high, longest)
-    return found
+    lengths_BR: NDArray[np.float64] = np.minimum(drawn * high, longest)
+    return lengths_BR

@@ -86,25 +86,25 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
     """
     whole = filled(workload, recipe)
     for key in ("prompts", "samples_per_prompt", "prompt_tokens", "response_length"):
-        right = "must be given with model.parameters, or run must name the YAML file of a run to take it from"
-        require(getattr(whole, key) is not None, f"workload.{key}", None, right)
-    found: dict[str, Any] = {"num_epochs": 1, "num_mini_batches": 1, "train_rows": 8, "annotate_rows": 64}
-    found |= {"response_tokens": whole.response_length, "trained_per_prompt": whole.samples_per_prompt}
-    found["longest_prompt"] = whole.prompt_tokens
-    own = {item.name: getattr(whole, item.name, None) for item in fields(Batch)}
-    found |= {name: value for name, value in own.items() if value is not None}
+        rule = "must be given with model.parameters, or run must name the YAML file of a run to take it from"
+        require(getattr(whole, key) is not None, f"workload.{key}", None, rule)
+    values: dict[str, Any] = {"num_epochs": 1, "num_mini_batches": 1, "train_rows": 8, "annotate_rows": 64}
+    values |= {"response_tokens": whole.response_length, "trained_per_prompt": whole.samples_per_prompt}
+    values["longest_prompt"] = whole.prompt_tokens
+    settings = {item.name: getattr(whole, item.name, None) for item in fields(Batch)}
+    values |= {name: value for name, value in settings.items() if value is not None}
     if recipe is not None:
         train = recipe.train
-        found["recompute"] = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
+        values["recompute"] = None if train.gradient_checkpointing == "auto" else train.gradient_checkpointing
         if workload.train_rows is None:
-            mean = math.ceil(found["prompt_tokens"] + found["response_tokens"])
-            found["mean_rows"] = train.training_limits.rows(mean, find(recipe.algorithm).rows_per_unit)
-        found |= {"values": find(recipe.algorithm).needs(train).copies_reward, "bf16": train.in_bfloat16}
+            mean = math.ceil(values["prompt_tokens"] + values["response_tokens"])
+            values["mean_rows"] = train.training_limits.rows(mean, find(recipe.algorithm).rows_per_unit)
+        values |= {"values": find(recipe.algorithm).needs(train).copies_reward, "bf16": train.in_bfloat16}
         generation, ray, adapters = train.generation, train.launch == "ray", train.lora.publish == "adapter"
-        found["generator_bytes"] = _BYTES[generation.weights_dtype]
-        found["network"] = generation.weights_transport == "network"
-        found["stages"] = generation.engine == "vllm" and generation.placement != "server" and not ray and not adapters
-    batch = Batch(**found)
+        values["generator_bytes"] = _BYTES[generation.weights_dtype]
+        values["network"] = generation.weights_transport == "network"
+        values["stages"] = generation.engine == "vllm" and generation.placement != "server" and not ray and not adapters
+    batch = Batch(**values)
     for name, most, what in (
         ("response_tokens", batch.response_length, f"workload.response_length ({batch.response_length})"),
         ("trained_per_prompt", batch.samples_per_prompt, f"the {batch.samples_per_prompt} of a prompt"),
@@ -117,8 +117,8 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
 
 def filled(workload: WorkloadConfig, recipe: RunConfig | None) -> WorkloadConfig:
     """The workload, with the recipe's values where it leaves them open."""
-    own = {key: value for key, value in asdict(workload).items() if value is not None}
-    return workload if recipe is None else replace(_workload(recipe), **own)
+    settings = {key: value for key, value in asdict(workload).items() if value is not None}
+    return workload if recipe is None else replace(_workload(recipe), **settings)
 
 
 def _workload(recipe: RunConfig) -> WorkloadConfig:

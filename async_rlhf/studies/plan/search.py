@@ -39,9 +39,9 @@ class Choice:
 
     def enough(self, tolerance: float) -> int:
         """The smallest staleness that loses no more than the tolerance: it hides the variation of the times."""
-        found = self.smallest(self.fastest * (1 + tolerance))
-        assert found is not None
-        return found
+        staleness = self.smallest(self.fastest * (1 + tolerance))
+        assert staleness is not None
+        return staleness
 
 
 @dataclass(frozen=True)

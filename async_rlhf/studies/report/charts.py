@@ -107,16 +107,16 @@ class Key:
     """
 
     def __init__(self, series: Iterable[Series]) -> None:
-        self.series = {one.name: one for one in series}
-        trained = [one for one in self.series.values() if not one.reference]
-        algorithms = list(dict.fromkeys(one.algorithm for one in trained))
-        lags = sorted({one.staleness or 0 for one in trained})
+        self.series = {entry.name: entry for entry in series}
+        trained = [entry for entry in self.series.values() if not entry.reference]
+        algorithms = list(dict.fromkeys(entry.algorithm for entry in trained))
+        lags = sorted({entry.staleness or 0 for entry in trained})
         self.looks = {name: Look(GREY, UNTRAINED, DASHES[0], 1.0) for name in self.series}
-        for number, one in enumerate(trained):
-            lag = lags.index(one.staleness or 0)
-            self.looks[one.name] = Look(
+        for number, entry in enumerate(trained):
+            lag = lags.index(entry.staleness or 0)
+            self.looks[entry.name] = Look(
                 COLOURS[number % len(COLOURS)],
-                SHAPES[algorithms.index(one.algorithm) % len(SHAPES)],
+                SHAPES[algorithms.index(entry.algorithm) % len(SHAPES)],
                 DASHES[lag % len(DASHES)],
                 lag / (len(lags) - 1) if len(lags) > 1 else 1.0,
             )
@@ -224,9 +224,9 @@ def points(rows: Sequence[Row], key: Key, x: Axis, y: Axis) -> Spec:
     return _chart(_in_order(rows), layers)
 
 
-def with_interval(field: str, axis: str, found: Mapping[str, float]) -> dict[str, float]:
+def with_interval(field: str, axis: str, interval: Mapping[str, float]) -> dict[str, float]:
     """What a row for :func:`points` has of an "estimate" with its "low" and "high"; ``axis`` is "x" or "y"."""
-    return {field: found["estimate"], f"{axis}_low": found["low"], f"{axis}_high": found["high"]}
+    return {field: interval["estimate"], f"{axis}_low": interval["low"], f"{axis}_high": interval["high"]}
 
 
 def with_band(spec: Spec, low: float, high: float, text: str) -> Spec:
@@ -283,12 +283,12 @@ def timeline(rows: Sequence[Row], tracks: Sequence[str], x: Axis, seconds: float
 def legend(key: Key, columns: int, width: int) -> Spec:
     """What each series looks like, and its words, in ``columns`` of that ``width``."""
     rows = [
-        {"series": name, "x": i % columns * width, "y": i // columns * 18 + 9, "text": one.text}
-        for i, (name, one) in enumerate(key.series.items())
+        {"series": name, "x": i % columns * width, "y": i // columns * 18 + 9, "text": entry.text}
+        for i, (name, entry) in enumerate(key.series.items())
     ]
     # Without a scale, numbers are pixels.
     at: Spec = {name: {"field": name, "type": "quantitative", "axis": None, "scale": None} for name in ("x", "y")}
-    trained = {"filter": {"field": "series", "oneOf": [n for n, one in key.series.items() if not one.reference]}}
+    trained = {"filter": {"field": "series", "oneOf": [n for n, entry in key.series.items() if not entry.reference]}}
     words = {**at, "text": {"field": "text"}}
     layers = [
         _layer("rule", {**at, "x2": {"field": "x"}, **key.lines()}, trained, x2Offset=34, strokeWidth=1.8),
@@ -302,7 +302,7 @@ def figure(panels: Sequence[Spec], key: Key | None = None, columns: int = 3) -> 
     """Several charts as one, with the legend of ``key`` below them."""
     rows: list[Spec] = [{"hconcat": list(panels[i : i + columns])} for i in range(0, len(panels), columns)]
     if key is not None and key.series:
-        width = 56 + 7 * max(len(one.text) for one in key.series.values())
+        width = 56 + 7 * max(len(entry.text) for entry in key.series.values())
         fitting = min(columns, len(panels)) * 360 // width
         rows.append(legend(key, max(1, min(len(key.series), fitting)), width))
     return {"$schema": SCHEMA, "vconcat": rows, "spacing": 24}
@@ -349,8 +349,8 @@ def thinned(rows: Sequence[Row], limit: int, keys: Sequence[str]) -> list[dict[s
 
 
 def _mean(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, Any]:
-    found = {key: [row[key] for row in rows if key in row] for key in keys}
-    means = {key: sum(values) / len(values) for key, values in found.items() if values}
+    columns = {key: [row[key] for row in rows if key in row] for key in keys}
+    means = {key: sum(values) / len(values) for key, values in columns.items() if values}
     if len(rows) > 1 and "value" in means:
         means["low"] = min(row.get("low", row["value"]) for row in rows)
         means["high"] = max(row.get("high", row["value"]) for row in rows)
@@ -359,8 +359,8 @@ def _mean(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, Any]:
 
 def _in_order(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows with their places, and whether each is the last of its series."""
-    ends = {row["series"]: place for place, row in enumerate(rows)}
-    return [{**row, "_order": place, "_last": ends[row["series"]] == place} for place, row in enumerate(rows)]
+    ends = {row["series"]: index for index, row in enumerate(rows)}
+    return [{**row, "_order": index, "_last": ends[row["series"]] == index} for index, row in enumerate(rows)]
 
 
 def _position(x: Axis, y: Axis) -> Spec:

@@ -32,10 +32,10 @@ def run_report(config: ReportConfig) -> Path:
     folders = [Path(name).expanduser() for name in config.runs]
     evaluations = [folder for folder in folders if (folder / EVALUATION).is_file() and not (folder / METRICS).is_file()]
     names = _names([folder for folder in folders if folder not in evaluations])
-    right = "must have at least one output folder of a run; of evaluations alone there is evaluation.txt"
-    require(len(names) > 0, "runs", config.runs, right)
-    place = next(iter(names)) / REPORT if len(names) == 1 else Path(REPORT)
-    out = place if config.out is None else Path(config.out).expanduser()
+    rule = "must have at least one output folder of a run; of evaluations alone there is evaluation.txt"
+    require(len(names) > 0, "runs", config.runs, rule)
+    default = next(iter(names)) / REPORT if len(names) == 1 else Path(REPORT)
+    out = default if config.out is None else Path(config.out).expanduser()
     runs = _write(names, evaluations, out, config.every if config.live else None)
     logger.info("report: %s", out)
     if config.open:
@@ -92,12 +92,12 @@ def _follow(
 
 def _news(names: Mapping[Path, str]) -> list[tuple[str, int, int]]:
     """What changes when a run writes, or ends."""
-    found = []
+    files = []
     for path in sorted(path for folder in names for path in folder.iterdir()):
         with suppress(OSError):
             if not path.name.startswith((".report", REPORT)):
-                found.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
-    return found
+                files.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
+    return files
 
 
 def _names(folders: Sequence[Path]) -> dict[Path, str]:
@@ -105,6 +105,6 @@ def _names(folders: Sequence[Path]) -> dict[Path, str]:
     places = [folder.absolute() for folder in folders]
     require(len({*places}) == len(places), "runs", [str(folder) for folder in folders], "must name each once")
     deep = 1
-    while len({place.parts[-deep:] for place in places}) < len(places):
+    while len({path.parts[-deep:] for path in places}) < len(places):
         deep += 1
-    return {folder: "/".join(place.parts[-deep:]) for folder, place in zip(folders, places, strict=True)}
+    return {folder: "/".join(path.parts[-deep:]) for folder, path in zip(folders, places, strict=True)}

@@ -43,8 +43,8 @@ class Mean:
         # Of a very large or small value the square is no number.
         largest = max((abs(value - self.mean) for value in values), default=0.0) or 1.0
         squares = sum(((value - self.mean) / largest) ** 2 for value in values)
-        one = self.count < 2
-        self.error = 0.0 * self.mean if one else largest * math.sqrt(squares / (self.count - 1) / self.count)
+        single = self.count < 2
+        self.error = 0.0 * self.mean if single else largest * math.sqrt(squares / (self.count - 1) / self.count)
 
     def __format__(self, form: str) -> str:
         return format(self.mean, form)
@@ -161,10 +161,10 @@ def drifts(rows: Sequence[Row], weights: Sequence[float] = ()) -> Iterator[Drift
 
 def rewards_of(rows: Sequence[Row], weights: Sequence[float] = ()) -> list[str]:
     """The metrics of a run's rewards, but for those that count against the score."""
-    found = list(dict.fromkeys(key for row in rows for key in row if key.startswith("reward/")))
-    functions = [key for key in found if key not in ("reward/model", "reward/skipped")]
+    keys = list(dict.fromkeys(key for row in rows for key in row if key.startswith("reward/")))
+    functions = [key for key in keys if key not in ("reward/model", "reward/skipped")]
     against = {key for key, weight in zip(functions, weights or [1.0] * len(functions), strict=False) if weight < 0}
-    return [key for key in found if key != "reward/skipped" and key not in against]
+    return [key for key in keys if key != "reward/skipped" and key not in against]
 
 
 def _peak(rows: Sequence[Row], key: str) -> float:

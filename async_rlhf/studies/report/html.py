@@ -62,12 +62,12 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
     path = list(panels.score_against_kl(runs, key))
     stale = list(panels.staleness(runs, key, points))
     work = [panel for number, run in enumerate(runs) for panel in panels.work(run, number, share)]
-    gold = [panels.gold(one, runs, number) for number, one in enumerate(evaluations)]
+    gold = [panels.gold(evaluation, runs, number) for number, evaluation in enumerate(evaluations)]
     groups, notes = samples(runs, evaluations, int(share * _TEXT))
     parts: Any = _TEMPLATES.get_template("page.parts.html").module
     judged = [
-        parts.evaluation(len(evaluations) > 1, one, tables.evaluation(one), *of_one)
-        for one, of_one in zip(evaluations, gold, strict=True)
+        parts.evaluation(len(evaluations) > 1, evaluation, tables.evaluation(evaluation), *of_one)
+        for evaluation, of_one in zip(evaluations, gold, strict=True)
     ]
     about = parts.environment(list(tables.starts(runs)), *tables.configuration(runs), FREE_FORM)
     sections = [

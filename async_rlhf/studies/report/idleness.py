@@ -34,8 +34,8 @@ class Idleness(NamedTuple):
         """In words."""
         waited = f"The learner waited {self.learner.get('wait', 0.0):.0%} of the time"
         if self.generators is None:
-            own = self.learner.get("generate", 0.0)
-            return f"{waited} and sampled itself for {own:.0%} of it: both sides took turns."
+            sampling = self.learner.get("generate", 0.0)
+            return f"{waited} and sampled itself for {sampling:.0%} of it: both sides took turns."
         who = "its generator" if self.number == 1 else f"its {self.number} generators"
         return f"{waited}, {who} {self.generators:.0%}."
 
@@ -55,9 +55,9 @@ def idleness(traces: Iterable[Sequence[Span]]) -> Idleness | None:
             elif span.name in GENERATES:  # one that has several batches under way has several tracks
                 generators[span.track.partition(", ")[0]].append((span.start, span.end))
         names |= generators.keys()
-        whole += _lasted([one for own in learner.values() for one in own])
+        whole += _lasted([interval for intervals in learner.values() for interval in intervals])
         there += sum(map(_lasted, generators.values()))
-        busy += sum(length(union(own)) for own in generators.values())
+        busy += sum(length(union(intervals)) for intervals in generators.values())
         # Each moment counts once, and from what is inside to what is around it: an evaluation waits, and while it
         # waits the learner may sample or compare.
         taken: list[Interval] = []

@@ -74,13 +74,13 @@ def staleness(runs: Sequence[ReadRun], key: Key, points: int) -> Iterator[Panel]
     for metric, (title, says, y) in STALENESS.items():
         fields = {x.field: x.field, "value": metric}
         fields |= dict(zip(("low", "high"), _BANDS.get(metric, ()), strict=False))
-        found = {run.name: rows for run in runs if (rows := thinned(_rows(run, fields), points, ("value",)))}
-        if found:
-            spec = curves([_short(row) for rows in found.values() for row in rows], key, x, y)
+        rows_by_run = {run.name: rows for run in runs if (rows := thinned(_rows(run, fields), points, ("value",)))}
+        if rows_by_run:
+            spec = curves([_short(row) for rows in rows_by_run.values() for row in rows], key, x, y)
             spec = with_threshold(spec, _WARNS[metric]) if metric in _WARNS else spec
             form = ".1%" if y.format == "%" else ".4g"
-            ends = ", ".join(f"{run} {rows[-1]['value']:{form}}" for run, rows in found.items())
-            if metric not in _BANDS and any("low" in row for rows in found.values() for row in rows):
+            ends = ", ".join(f"{run} {rows[-1]['value']:{form}}" for run, rows in rows_by_run.items())
+            if metric not in _BANDS and any("low" in row for rows in rows_by_run.values() for row in rows):
                 says += " A point is the mean of neighbouring batches, within a band of all of them."
             name = "".join(letter if letter.isalnum() else "-" for letter in metric)
             yield Panel(name, title, spec, says, f"At the end: {ends}.")
@@ -96,9 +96,9 @@ def score_against_kl(runs: Sequence[ReadRun], key: Key) -> Iterator[Panel]:
     """The path of each run through score and KL, if any has one."""
     rows: list[dict[str, Any]] = []
     for run in runs:
-        found = _rows(run, {"kl": "objective/kl", "score": "objective/scores"})
+        path = _rows(run, {"kl": "objective/kl", "score": "objective/scores"})
         # The first as it is: it was sampled by the weights that training began with.
-        rows += map(_short, [*found[:1], *thinned(found[1:], PATH_POINTS, ("kl", "score"))])
+        rows += map(_short, [*path[:1], *thinned(path[1:], PATH_POINTS, ("kl", "score"))])
     if rows:
         says = (
             "What a run gets for moving away from the reference: up is good, right is dear. A path begins at its first "
@@ -113,7 +113,7 @@ def gold(evaluation: Evaluation, runs: Sequence[ReadRun], number: int) -> tuple[
     """What a judge says against KL, and over checkpoints. The reference model is grey, a run keeps its colour."""
     mine, results = of_runs(evaluation, runs), evaluation.results
     if len(set(mine.values())) == len(mine):  # a model for each run: under the name of the run
-        models = {mine.get(name, name): one for name, one in results["models"].items()}
+        models = {mine.get(name, name): figures for name, figures in results["models"].items()}
         results = {**results, "models": models, "reference": mine.get(results["reference"], results["reference"])}
     series = [run.series for run in runs]
     key = Key([*series, *evaluated(results, series)])
@@ -148,8 +148,8 @@ def work(run: ReadRun, number: int, share: float) -> Iterator[Panel]:
     window = {"domainMin": {"expr": "from"}, "domainMax": {"expr": f"from + {wide:.4f}"}}
     for layer in spec["layer"]:
         layer["encoding"]["x"]["scale"] = {"zero": False, "nice": False, **window}
-    found = idleness(run.traces.values())
-    says = "" if found is None else found.text
+    shares = idleness(run.traces.values())
+    says = "" if shares is None else shares.text
     says += " Shares are of each side's time from its first piece of work to its last."
     if len(run.traces) > 1:
         says += f" They are of all {len(run.traces)} starts; the picture is of the newest, {name}."

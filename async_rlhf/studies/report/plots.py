@@ -87,7 +87,7 @@ def plot_evaluation(results: Mapping[str, Any], out: Path) -> None:
 
 def judged(results: Mapping[str, Any]) -> Axis:
     """What the judge says of every model: reward or, without one, the win-rate."""
-    if all("reward_mean" in one for one in results["models"].values()):
+    if all("reward_mean" in figures for figures in results["models"].values()):
         return Axis("reward_mean", f"{results.get('reward', 'reward')} (mean, 95% interval)")
     opponent = "reference_response" if results["reference_response"] else results["reference"]
     key = f"win_rate_vs_{opponent}"
@@ -102,11 +102,11 @@ def against_kl(results: Mapping[str, Any], key: Key) -> Spec:
         {
             "series": _series_of(name),
             "model": name,
-            **with_interval("kl", "x", one.get("kl_to_reference", nothing)),
-            **with_interval(y.field, "y", one[y.field]),
+            **with_interval("kl", "x", figures.get("kl_to_reference", nothing)),
+            **with_interval(y.field, "y", figures[y.field]),
         }
-        for name, one in _in_order(results)
-        if y.field in one
+        for name, figures in _in_order(results)
+        if y.field in figures
     ]
     spec = points(rows, key, Axis("kl", f"KL to {results['reference']} (nats per completion)", zero=True), y)
     human = (results.get("reference_response") or {}).get(y.field)
@@ -117,10 +117,10 @@ def over_checkpoints(results: Mapping[str, Any], key: Key) -> Spec | None:
     """What the judge says over the checkpoints of a run; None if fewer than two were evaluated."""
     y = judged(results)
     rows = [
-        {"series": CHECKPOINTS, "batch": _batch_of(name), y.field: one[y.field]["estimate"]}
-        | {end: one[y.field][end] for end in ("low", "high")}
-        for name, one in _in_order(results)
-        if CHECKPOINT.fullmatch(name) and y.field in one
+        {"series": CHECKPOINTS, "batch": _batch_of(name), y.field: figures[y.field]["estimate"]}
+        | {end: figures[y.field][end] for end in ("low", "high")}
+        for name, figures in _in_order(results)
+        if CHECKPOINT.fullmatch(name) and y.field in figures
     ]
     return curves(rows, key, Axis("batch", "batches trained", zero=True), y) if len(rows) > 1 else None
 
@@ -135,5 +135,5 @@ def _in_order(results: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _batch_of(model: str) -> int:
-    found = CHECKPOINT.fullmatch(model)
-    return int(found[1]) if found else 0
+    match = CHECKPOINT.fullmatch(model)
+    return int(match[1]) if match else 0

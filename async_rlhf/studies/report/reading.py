@@ -113,8 +113,8 @@ class ReadRun:
     @property
     def staleness(self) -> int | None:
         """S as configured; None if it is not known."""
-        found = self.config.get("staleness")
-        return found if isinstance(found, int) else None
+        staleness = self.config.get("staleness")
+        return staleness if isinstance(staleness, int) else None
 
     @property
     def series(self) -> Series:
@@ -129,8 +129,8 @@ class ReadRun:
     @property
     def planned(self) -> int | None:
         """Batches that it is to train on; None if that is not known."""
-        if isinstance(found := self.config.get("batches"), int):
-            return found
+        if isinstance(batches := self.config.get("batches"), int):
+            return batches
         episodes, last = self.config.get("total_episodes"), self.rows[-1] if self.rows else {}
         if self.config.get("num_train_epochs") is not None or not isinstance(episodes, int) or not last.get("episode"):
             return None
@@ -153,12 +153,12 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     Raises:
         ConfigError: there is no metrics.jsonl.
     """
-    right = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
-    require((folder / METRICS).is_file(), "runs", str(folder), right)
+    rule = f"must be the output folder of a run or of evaluate, with {METRICS} or {EVALUATION} in it"
+    require((folder / METRICS).is_file(), "runs", str(folder), rule)
     problems: list[str] = []
-    found = list(json_lines(folder / METRICS, problems))
-    lines = [row for row in found if "batch" in row]
-    require(not found or bool(lines), "runs", str(folder), f"its {METRICS} is of another command than train")
+    metrics = list(json_lines(folder / METRICS, problems))
+    lines = [row for row in metrics if "batch" in row]
+    require(not metrics or bool(lines), "runs", str(folder), f"its {METRICS} is of another command than train")
     rows, evals = (
         [row for row in lines if any(key.startswith("eval_") for key in row) is held] for held in (False, True)
     )
@@ -175,11 +175,18 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
 def read_evaluation(folder: Path) -> Evaluation | None:
     """An evaluation's folder; None if there is none, or it is not whole."""
     try:
-        found = from_json((folder / EVALUATION).read_text(encoding="utf-8"))
-        config, results = fitted(found.get("config"), {"": _is_text}, []) or {}, fitted(found["results"], _RESULTS, [])
+        document = from_json((folder / EVALUATION).read_text(encoding="utf-8"))
+        config, results = (
+            fitted(document.get("config"), {"": _is_text}, []) or {},
+            fitted(document["results"], _RESULTS, []),
+        )
         results = of_today({"reference": "", "reference_response": None, **results})
         results["models"] = {
-            name: {key: one for key, one in figures.items() if isinstance(one, dict) == bool(_HAS_INTERVAL.search(key))}
+            name: {
+                key: figure
+                for key, figure in figures.items()
+                if isinstance(figure, dict) == bool(_HAS_INTERVAL.search(key))
+            }
             for name, figures in results["models"].items()
         }
         if not results["models"]:
@@ -192,21 +199,25 @@ def read_evaluation(folder: Path) -> Evaluation | None:
 def evaluations_of(runs: Sequence[ReadRun], folders: Sequence[Path] = ()) -> list[Evaluation]:
     """Those that were given, and those of these runs that lie in their folders or beside them."""
     asked = [folder.resolve() for folder in folders]
-    nearby = [place for run in runs for place in (run.folder, run.folder.resolve().parent)]
-    near = [path.parent.resolve() for place in nearby for path in sorted(place.glob(f"*/{EVALUATION}"))]
-    found = {place: read_evaluation(place) for place in [*asked, *near]}
-    return [one for place, one in found.items() if one is not None and (place in asked or of_runs(one, runs))]
+    nearby = [folder for run in runs for folder in (run.folder, run.folder.resolve().parent)]
+    near = [path.parent.resolve() for folder in nearby for path in sorted(folder.glob(f"*/{EVALUATION}"))]
+    evaluations = {folder: read_evaluation(folder) for folder in [*asked, *near]}
+    return [
+        evaluation
+        for folder, evaluation in evaluations.items()
+        if evaluation is not None and (folder in asked or of_runs(evaluation, runs))
+    ]
 
 
 def of_runs(evaluation: Evaluation, runs: Sequence[ReadRun]) -> dict[str, str]:
     """Model of an evaluation -> the run that it is of."""
-    found, whole = {}, evaluation.config.get("run")
+    names, whole = {}, evaluation.config.get("run")
     for model in evaluation.results["models"]:
-        place = evaluation.config.get(f"models.{model}") or (None if whole is None else f"{whole}/{model}")
+        path = evaluation.config.get(f"models.{model}") or (None if whole is None else f"{whole}/{model}")
         for run in runs:
-            if place is not None and Path(place).absolute().is_relative_to(run.folder.absolute()):
-                found[model] = run.name
-    return found
+            if path is not None and Path(path).absolute().is_relative_to(run.folder.absolute()):
+                names[model] = run.name
+    return names
 
 
 def _is_there(value: Any) -> bool:
@@ -249,7 +260,7 @@ _SAMPLE: Shape = {
     **dict.fromkeys(("batch", "score", "reference_score"), _is_number),
     **dict.fromkeys(("row", "sample", "query"), _is_plain),
     **{"messages": _is_conversation, "metrics": {"": _is_plain}},
-    **{"rewards": lambda value: _is_list(value) and all(one is None or _is_number(one) for one in value)},
+    **{"rewards": lambda value: _is_list(value) and all(reward is None or _is_number(reward) for reward in value)},
     "models": {"": {"score": _is_number}},
 }
 _START: Shape = {"async_rlhf": {}, "packages": {}, "command": _is_list}
@@ -269,8 +280,8 @@ def fitted(value: Any, shape: Shape, lost: list[str], name: str = "") -> Any:
         return None
     if not isinstance(shape, Mapping) or not shape:
         return value
-    parts = {key: fitted(one, shape.get(key, shape.get("", _is_there)), lost, key) for key, one in value.items()}
-    return {key: one for key, one in parts.items() if one is not None}
+    parts = {key: fitted(part, shape.get(key, shape.get("", _is_there)), lost, key) for key, part in value.items()}
+    return {key: part for key, part in parts.items() if part is not None}
 
 
 def json_lines(path: Path, problems: list[str], shape: Shape = _METRICS) -> Iterator[dict[str, Any]]:
@@ -320,9 +331,9 @@ def _starts(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     path = folder / ENVIRONMENT
     with _noting(path, "versions and starts are not known", problems):
         lost: list[str] = []
-        found = [fitted(one, _START, lost, "start") for one in from_json(path.read_text(encoding="utf-8"))]
+        starts = [fitted(start, _START, lost, "start") for start in from_json(path.read_text(encoding="utf-8"))]
         problems += _of_wrong_types(path, lost)
-        return [one for one in found if one is not None]
+        return [start for start in starts if start is not None]
     return []
 
 

@@ -31,28 +31,28 @@ def samples(
     """
     batches = _shared_batches(runs, characters // 3)
     sources: dict[str, Answers] = {"evaluation": {}, "held-out prompts": {}, "training": {}}
-    for one in evaluations:
-        _add_evaluation(sources["evaluation"], one)
+    for evaluation in evaluations:
+        _add_evaluation(sources["evaluation"], evaluation)
     for run in runs:
         _add(sources["held-out prompts"], run, run.eval_samples)
         _add(sources["training"], run, (row for row in run.samples if row.get("batch") in batches))
     groups, notes = [], []
-    for kind, found in sources.items():
-        shown = _within(kind, found, characters // max(1, sum(map(bool, sources.values()))))
+    for kind, prompts in sources.items():
+        shown = _within(kind, prompts, characters // max(1, sum(map(bool, sources.values()))))
         groups += shown
-        if len(shown) < len(found):
-            notes.append(f"{kind}: {len(shown)} of {len(found)} prompts are here")
+        if len(shown) < len(prompts):
+            notes.append(f"{kind}: {len(shown)} of {len(prompts)} prompts are here")
     for run in runs:
-        own = {row.get("batch") for row in run.samples}
-        here, whole = len(own & batches), len(own)
+        numbers = {row.get("batch") for row in run.samples}
+        here, whole = len(numbers & batches), len(numbers)
         if here < whole:
             notes.append(f"{run.name}: training samples of {here} of {whole} batches; all are in samples.jsonl")
     return groups, notes
 
 
-def _within(kind: str, found: Answers, room: int) -> list[dict[str, Any]]:
+def _within(kind: str, prompts: Answers, room: int) -> list[dict[str, Any]]:
     shown = []
-    for prompt, answers in found.items():
+    for prompt, answers in prompts.items():
         group = {"kind": kind, "prompt": _cut(prompt), "answers": answers}
         room -= len(group["prompt"]) + sum(len(answer["text"]) + 60 for answer in answers)
         if room < 0:
@@ -70,24 +70,24 @@ def _shared_batches(runs: Sequence[ReadRun], characters: int) -> set[Any]:
     return {*batches[::step], *batches[-1:]}
 
 
-def _add(found: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> None:
+def _add(prompts: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> None:
     for row in rows:
         if "prompt" in row and "completion" in row:
             finish = str(row.get("finish_reason", ""))
             said = row.get("messages")
             text = conversation(said, row.get("rewards") or ()) if said else row["completion"]
             answer = _answer(run.name, row.get("batch"), row.get("score"), text, finish)
-            found.setdefault(str(row["prompt"]), []).append({**answer, "metrics": row.get("metrics") or {}})
+            prompts.setdefault(str(row["prompt"]), []).append({**answer, "metrics": row.get("metrics") or {}})
 
 
-def _add_evaluation(found: Answers, evaluation: Evaluation) -> None:
+def _add_evaluation(prompts: Answers, evaluation: Evaluation) -> None:
     for row in evaluation.samples:
-        answers = found.setdefault(str(row.get("query", "")), [])
+        answers = prompts.setdefault(str(row.get("query", "")), [])
         if (human := row.get("reference_response")) is not None:
             answers.append(_answer("human", None, row.get("reference_score"), human))
-        for name, one in (row.get("models") or {}).items():
-            finish = "" if one.get("ended", True) else "length"
-            answers.append(_answer(name, None, one.get("score"), one.get("completion", ""), finish))
+        for name, answer in (row.get("models") or {}).items():
+            finish = "" if answer.get("ended", True) else "length"
+            answers.append(_answer(name, None, answer.get("score"), answer.get("completion", ""), finish))
 
 
 def _answer(run: str, batch: Any, score: Any, text: Any, finish: str = "") -> dict[str, Any]:

@@ -22,8 +22,8 @@ Rows = list[list[str]]
 def overview(runs: Sequence[ReadRun]) -> tuple[list[str], Rows]:
     """What each run was, and how it ended: facts by run."""
     facts = {run.name: _facts(run) for run in runs}
-    names = dict.fromkeys(name for one in facts.values() for name, text in one.items() if text)
-    return ["", *facts], [[name, *(one[name] for one in facts.values())] for name in names]
+    names = dict.fromkeys(name for column in facts.values() for name, text in column.items() if text)
+    return ["", *facts], [[name, *(column[name] for column in facts.values())] for name in names]
 
 
 def _facts(run: ReadRun) -> dict[str, str]:
@@ -92,15 +92,15 @@ def starts(runs: Sequence[ReadRun]) -> Iterator[list[str]]:
     """Every start of every run: when, where, with which versions."""
     for run in runs:
         for number, start in enumerate(run.starts, start=1):
-            own, packages = start.get("async_rlhf") or {}, start.get("packages") or {}
-            changed = " (changed)" if own.get("dirty") else ""
-            commit = f" {str(own['commit'])[:10]}{changed}" if own.get("commit") else ""
+            code, packages = start.get("async_rlhf") or {}, start.get("packages") or {}
+            changed = " (changed)" if code.get("dirty") else ""
+            commit = f" {str(code['commit'])[:10]}{changed}" if code.get("commit") else ""
             versions = ", ".join(f"{name} {version}" for name, version in packages.items())
             yield [
                 f"{run.name}, start {number}" if len(run.starts) > 1 else run.name,
                 _when(start),
                 f"{start.get('device', '')}, {start.get('ranks', '')} rank(s)",
-                f"{own.get('version', '')}{commit}",
+                f"{code.get('version', '')}{commit}",
                 f"Python {start.get('python', '')}, {versions}; {start.get('system', '')}",
                 " ".join(_words(start.get("command") or [])),
             ]
@@ -143,8 +143,8 @@ def configuration(runs: Sequence[ReadRun]) -> tuple[list[str], Rows, Rows]:
     """The heads, the keys that differ between the runs, and all keys."""
     configs = {run.name: run.config for run in runs if run.config}
     rows, differ = [], []
-    for key in dict.fromkeys(key for one in configs.values() for key in one):
-        values = [one.get(key) for one in configs.values()]
+    for key in dict.fromkeys(key for config in configs.values() for key in config):
+        values = [config.get(key) for config in configs.values()]
         rows.append([key, *("" if value is None else str(value) for value in values)])
         differ += rows[-1:] if len(set(map(repr, values))) > 1 else []
     return ["key", *configs], differ, rows

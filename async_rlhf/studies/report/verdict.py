@@ -22,7 +22,7 @@ def verdict(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) -> 
 
 def _text(run: ReadRun, first: ReadRun, evaluations: Sequence[Evaluation]) -> str:
     sentences = [next(filter(None, _rewards(run, first, evaluations)), "their rewards cannot be compared")]
-    seconds = [[row["time/batch"] for row in one.rows[_WARM_UP:] if "time/batch" in row] for one in (run, first)]
+    seconds = [[row["time/batch"] for row in side.rows[_WARM_UP:] if "time/batch" in row] for side in (run, first)]
     if all(seconds):
         mine, other = map(fmean, seconds)
         sentences.append(f"a batch took {mine:.3g} s, {other:.3g} there: {other / mine:.2f} times as fast")
@@ -32,18 +32,18 @@ def _text(run: ReadRun, first: ReadRun, evaluations: Sequence[Evaluation]) -> st
 
 def _rewards(run: ReadRun, first: ReadRun, evaluations: Sequence[Evaluation]) -> Iterator[str]:
     """The difference, by what is most to be believed first."""
-    for one in evaluations:
-        models = {name: model for model, name in of_runs(one, [run, first]).items()}
+    for evaluation in evaluations:
+        models = {name: model for model, name in of_runs(evaluation, [run, first]).items()}
         if {run.name, first.name} <= models.keys():
-            said = [row for row in one.samples if isinstance(row.get("models"), dict)]
+            said = [row for row in evaluation.samples if isinstance(row.get("models"), dict)]
             pairs = [[row["models"].get(models[each.name], {}).get("score") for each in (run, first)] for row in said]
-            yield _difference(one.results.get("reward", "reward"), pairs, [row.get("query") for row in said])
+            yield _difference(evaluation.results.get("reward", "reward"), pairs, [row.get("query") for row in said])
     mine, other = (_scores(each.eval_samples) for each in (run, first))
-    both = [place for place in mine if place in other]
+    both = [key for key in mine if key in other]
     yield _difference("held-out score", [[mine[p], other[p]] for p in both], [row for row, _ in both])
     ends = [[row["objective/scores"] for row in each.rows if "objective/scores" in row] for each in (run, first)]
     if all(ends):
-        final = [fmean(one[-max(1, len(one) // 10) :]) for one in ends]
+        final = [fmean(scores[-max(1, len(scores) // 10) :]) for scores in ends]
         yield f"training score {final[0]:.3f}, {final[1]:.3f} there, at the end (no held-out prompts, so no interval)"
 
 
@@ -56,11 +56,11 @@ def _scores(samples: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, Any], Any]:
 def _difference(what: str, pairs: Sequence[Sequence[Any]], prompts: Sequence[Any]) -> str:
     """Over prompts, with its interval; "" without scores of two."""
     both = zip(pairs, prompts, strict=True)
-    known = [(*pair, prompt) for pair, prompt in both if all(isinstance(one, (int, float)) for one in pair)]
+    known = [(*pair, prompt) for pair, prompt in both if all(isinstance(score, (int, float)) for score in pair)]
     if len({prompt for *_, prompt in known}) < 2:
         return ""
     ours, theirs, clusters = zip(*known, strict=True)
-    found = paired_difference(ours, theirs, clusters)
-    more = "more" if found.low > 0 else "less" if found.high < 0 else "no clear difference in"
-    between = f"{found.estimate:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    difference = paired_difference(ours, theirs, clusters)
+    more = "more" if difference.low > 0 else "less" if difference.high < 0 else "no clear difference in"
+    between = f"{difference.estimate:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
     return f"{more} {what}, {between} on the same {len(set(clusters))} prompts (95%, for these two runs)"

@@ -65,9 +65,9 @@ def _ends(run: ReadRun, key: str) -> StartAndEnd:
 
 def warnings(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation] = ()) -> list[Warned]:
     """All warnings, those about results first."""
-    found = [warned._replace(run=run.name) for run in runs for rule in RULES for warned in rule(run)]
-    found += [warned for evaluation in evaluations for warned in _gold_falls(evaluation, runs)]
-    return sorted(found, key=lambda warned: warned.level)
+    messages = [warned._replace(run=run.name) for run in runs for rule in RULES for warned in rule(run)]
+    messages += [warned for evaluation in evaluations for warned in _gold_falls(evaluation, runs)]
+    return sorted(messages, key=lambda warned: warned.level)
 
 
 def _teaches_little(run: ReadRun) -> Iterator[Warned]:
@@ -196,18 +196,18 @@ def _steps(run: ReadRun) -> Iterator[Warned]:
 
 
 def _speed(run: ReadRun) -> Iterator[Warned]:
-    found = idleness(run.traces.values())
-    if found is None or found.generators is None:
+    shares = idleness(run.traces.values())
+    if shares is None or shares.generators is None:
         return
-    waited = found.learner.get("wait", 0.0)
-    if waited >= THRESHOLDS.waited and waited > found.generators:
+    waited = shares.learner.get("wait", 0.0)
+    if waited >= THRESHOLDS.waited and waited > shares.generators:
         more = "more or faster generators" if run.staleness else "staleness 1, so that both sides work at the same time"
         title, remedy = "The learner waits", f"Try {more}"
-    elif found.generators >= THRESHOLDS.waited:
+    elif shares.generators >= THRESHOLDS.waited:
         title, remedy = "Generators wait", "Give the learner more of the machine and generators less"
     else:
         return
-    yield Warned(title, f"{found.text} {remedy}; async-rlhf plan compares splits.", level=2)
+    yield Warned(title, f"{shares.text} {remedy}; async-rlhf plan compares splits.", level=2)
 
 
 def _record(run: ReadRun) -> Iterator[Warned]:
@@ -224,9 +224,9 @@ def _gold_falls(evaluation: Evaluation, runs: Sequence[ReadRun]) -> Iterator[War
     why = ": the policy exploits the reward that trains it" if name == "gold reward" else ""
     for run in runs:
         golds = {
-            int(found[1]): one["reward_mean"]
-            for model, one in evaluation.results["models"].items()
-            if mine.get(model) == run.name and (found := CHECKPOINT.fullmatch(model)) and "reward_mean" in one
+            int(match[1]): figures["reward_mean"]
+            for model, figures in evaluation.results["models"].items()
+            if mine.get(model) == run.name and (match := CHECKPOINT.fullmatch(model)) and "reward_mean" in figures
         }
         if not golds:
             continue

@@ -53,7 +53,7 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     ours = share_of(trials, config.share)
     lock = ".sweep.lock" if config.share is None else f".sweep-{config.share.replace('/', '-of-')}.lock"
-    found: dict[str, Results] = {}
+    results_of: dict[str, Results] = {}
     failed: dict[str, str] = {}
     with hold(folder / lock, "output_dir", folder):
         starts = start_jobs(config, trials) if config.share is None else []
@@ -61,13 +61,13 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
             if results is None:
                 failed[name] = error
             else:
-                found[name] = results
+                results_of[name] = results
         if config.share is None:
-            _show(config, trials, found)
+            _show(config, trials, results_of)
     if failed:
         failures = "\n  ".join(f"{name}: {error}" for name, error in failed.items())
         raise FailedRunsError(f"{len(failed)} runs failed; start the sweep again to repeat them:\n  {failures}")
-    return found
+    return results_of
 
 
 def run_trials(
@@ -81,7 +81,7 @@ def run_trials(
     before = {trial.name: stage_of(trial).done() for trial in trials if not trial.overwrite}
     known = {name: results for name, results in before.items() if results is not None}
     yield from ((name, results, "") for name, results in known.items())
-    new = (Job(one.name, run_trial, one, Path(one.folder)) for one in trials if one.name not in known)
+    new = (Job(trial.name, run_trial, trial, Path(trial.folder)) for trial in trials if trial.name not in known)
     jobs = [*first, *new]
     if known:
         logger.info("%d of %d runs are done already", len(known), len(trials))
@@ -129,18 +129,18 @@ def _start_name(trial: Trial) -> str:
     return f"start-{Path(model).name}-{checksums.digest_of(str(Path(model).expanduser().resolve()))[:8]}"
 
 
-def _show(config: SweepConfig, trials: Sequence[Trial], found: Mapping[str, Results]) -> None:
+def _show(config: SweepConfig, trials: Sequence[Trial], results: Mapping[str, Results]) -> None:
     """Write table, picture and all results, and print the table."""
-    done = [trial for trial in trials if trial.name in found]
+    done = [trial for trial in trials if trial.name in results]
     settings = list(dict.fromkeys(tuple(trial.setting.items()) for trial in trials))
     done.sort(key=lambda trial: settings.index(tuple(trial.setting.items())))
     if not done:
         return
-    starts = {trial.name: found[_start_name(trial)] for trial in done if _start_name(trial) in found}
-    summarised = summaries([found[trial.name] for trial in done], starts, labels_of(config.baseline))
+    starts = {trial.name: results[_start_name(trial)] for trial in done if _start_name(trial) in results}
+    summarised = summaries([results[trial.name] for trial in done], starts, labels_of(config.baseline))
     folder, text = Path(config.output_dir), table(summarised, labels_of(config.baseline))
     write_file(folder / TABLE, text)
-    write_file(folder / RESULTS, json_lines(found[trial.name] for trial in done))
+    write_file(folder / RESULTS, json_lines(results[trial.name] for trial in done))
     files = {"table": TABLE, "every run": RESULTS}
     if not can_draw():
         logger.info("no picture: %s brings what draws it", INSTALL)

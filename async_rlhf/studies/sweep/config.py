@@ -9,7 +9,7 @@ from async_rlhf.config.base import EACH_ONCE, REQUIRED, Rule, configuration, key
 from async_rlhf.config.common import ResultsConfig
 
 _SHARE = Rule(
-    lambda value: (found := re.fullmatch(r"([0-9]+)/([0-9]+)", value)) is not None and int(found[1]) < int(found[2]),
+    lambda value: (match := re.fullmatch(r"([0-9]+)/([0-9]+)", value)) is not None and int(match[1]) < int(match[2]),
     'must be "i/n" with i from 0 to n - 1, such as "3/16"',
 )
 
@@ -42,15 +42,15 @@ class ManyRunsConfig(ResultsConfig):
 
     def check(self) -> None:
         for name in ("models", "run", "checkpoints", "generations", "reference", "output_dir", "overwrite"):
-            right = "must be left out: what is judged, and where the results go, is known"
-            require(name not in self.held_out, f"held_out.{name}", self.held_out.get(name), right)
+            rule = "must be left out: what is judged, and where the results go, is known"
+            require(name not in self.held_out, f"held_out.{name}", self.held_out.get(name), rule)
         on_ray = self.executor == "ray"
-        right = 'must be left out with executor "ray", which places as many runs as fit'
-        require(not on_ray or not self.devices, "devices", self.devices, right)
-        require(not on_ray or self.parallel == 1, "parallel", self.parallel, right)
+        rule = 'must be left out with executor "ray", which places as many runs as fit'
+        require(not on_ray or not self.devices, "devices", self.devices, rule)
+        require(not on_ray or self.parallel == 1, "parallel", self.parallel, rule)
         require(on_ray or self.gpus == 0, "gpus", self.gpus, 'must be 0 with executor "local"; devices says which')
-        right = f"must be as many as devices, which are {len(self.devices)}: each run has one at a time"
-        require(not self.devices or self.parallel == len(self.devices), "parallel", self.parallel, right)
+        rule = f"must be as many as devices, which are {len(self.devices)}: each run has one at a time"
+        require(not self.devices or self.parallel == len(self.devices), "parallel", self.parallel, rule)
 
 
 @configuration(kw_only=True)
@@ -83,13 +83,13 @@ class SweepConfig(ManyRunsConfig):
         super().check()
         for name, values in self.grid.items():
             lists = isinstance(values, list) or (
-                isinstance(values, dict) and all(isinstance(one, dict) for one in values.values())
+                isinstance(values, dict) and all(isinstance(keys, dict) for keys in values.values())
             )
-            right = "must be a list of values, or for each label the keys that it sets"
-            require(lists and len(values) > 0, f"grid.{name}", values, right)
+            rule = "must be a list of values, or for each label the keys that it sets"
+            require(lists and len(values) > 0, f"grid.{name}", values, rule)
         for name in self.baseline:
-            right = f"must be one of the axes: {', '.join(self.axes)}"
-            require(name in self.axes, f"baseline.{name}", self.baseline[name], right)
+            rule = f"must be one of the axes: {', '.join(self.axes)}"
+            require(name in self.axes, f"baseline.{name}", self.baseline[name], rule)
         known = self.plot_axis is None or self.plot_axis in self.axes
         require(known, "plot_axis", self.plot_axis, f"must be one of the axes: {', '.join(self.axes)}")
 

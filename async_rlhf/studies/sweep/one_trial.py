@@ -77,19 +77,19 @@ def _judged(trial: Trial, models: dict[str, str], folder: Path, **changes: Any) 
     from async_rlhf.commands.evaluate import run_evaluate
 
     where: dict[str, Any] = {"models": models, "output_dir": str(folder), "overwrite": trial.overwrite}
-    found = run_evaluate(replace(trial.held_out, **where, **changes))["models"]
-    path = {name: _kept(one) for name, one in found.items()}
+    evaluations = run_evaluate(replace(trial.held_out, **where, **changes))["models"]
+    path = {name: _kept(evaluation) for name, evaluation in evaluations.items()}
     # The gold reward of the policy's answer to each prompt, in the order of the prompts.
     with (folder / "samples.jsonl").open(encoding="utf-8") as file:
         scores = [json.loads(line)["models"][POLICY]["score"] for line in file]
     return {**path.pop(POLICY), "path": path, "scores": scores}
 
 
-def _kept(found: dict[str, Any]) -> dict[str, Any]:
+def _kept(evaluation: dict[str, Any]) -> dict[str, Any]:
     """What is kept of an evaluation of one model."""
     names = {"gold": "reward_mean", "kl": "kl_to_reference", "win_rate_vs_human": "win_rate_vs_reference_response"}
-    kept = {name: found[key] for name, key in names.items() if key in found}
-    return kept | {"length": found["mean_length"], "ended": found["ended_share"]}
+    kept = {name: evaluation[key] for name, key in names.items() if key in evaluation}
+    return kept | {"length": evaluation["mean_length"], "ended": evaluation["ended_share"]}
 
 
 def last_metrics(path: Path) -> dict[str, float]:

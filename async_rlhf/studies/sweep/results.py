@@ -53,13 +53,13 @@ def summaries(results: Iterable[Results], starts: Mapping[str, Results], baselin
         baseline: axis -> label; each setting is compared with the one that has these labels and its own others.
     """
     groups: dict[tuple[tuple[str, str], ...], dict[int, Results]] = {}
-    for one in results:
-        groups.setdefault(tuple(one["setting"].items()), {})[one["seed"]] = one
-    found = []
+    for run in results:
+        groups.setdefault(tuple(run["setting"].items()), {})[run["seed"]] = run
+    summarised = []
     for key, runs in groups.items():
         base = groups.get(tuple({**dict(key), **baseline}.items())) if baseline else None
-        found.append(_summary(dict(key), runs, starts, None if base is runs else base))
-    return found
+        summarised.append(_summary(dict(key), runs, starts, None if base is runs else base))
+    return summarised
 
 
 def _summary(
@@ -68,40 +68,40 @@ def _summary(
     starts: Mapping[str, Results],
     base: Mapping[int, Results] | None,
 ) -> Summary:
-    scores_SP = [one["scores"] for one in runs.values()]
+    scores_SP = [run["scores"] for run in runs.values()]
     wins = against = None
-    if all(one["name"] in starts for one in runs.values()):
-        won_SP = [outcomes(one["scores"], starts[one["name"]]["scores"]) for one in runs.values()]
+    if all(run["name"] in starts for run in runs.values()):
+        won_SP = [outcomes(run["scores"], starts[run["name"]]["scores"]) for run in runs.values()]
         wins = Interval(*(min(max(end, 0.0), 1.0) for end in crossed_mean_interval(won_SP)))
     both = sorted(runs.keys() & base.keys()) if base is not None else []
     if base is not None and both:
         against = crossed_mean_interval([np.subtract(runs[s]["scores"], base[s]["scores"]).tolist() for s in both])
-    kls = [one["kl"]["estimate"] for one in runs.values()]
+    kls = [run["kl"]["estimate"] for run in runs.values()]
     kl = crossed_mean_interval([[x] for x in kls]) if len(kls) > 1 else Interval(**next(iter(runs.values()))["kl"])
     kl = kl._replace(low=max(kl.low, min(kl.estimate, 0.0)))  # a KL is not negative, though an estimate may be
-    names = set.intersection(*(set(one["metrics"]) for one in runs.values()))
-    metrics = {name: fmean(one["metrics"][name] for one in runs.values()) for name in sorted(names)}
+    names = set.intersection(*(set(run["metrics"]) for run in runs.values()))
+    metrics = {name: fmean(run["metrics"][name] for run in runs.values()) for name in sorted(names)}
     return Summary(setting, tuple(runs), crossed_mean_interval(scores_SP), kl, wins, against, len(both), metrics)
 
 
-def table(found: Sequence[Summary], baseline: Mapping[str, str]) -> str:
+def table(summarised: Sequence[Summary], baseline: Mapping[str, str]) -> str:
     """A Markdown table, a row for each setting."""
-    axes = list(dict.fromkeys(axis for one in found for axis in one.setting))
-    metrics = {name: label for name, label in METRICS.items() if any(name in one.metrics for one in found)}
+    axes = list(dict.fromkeys(axis for summary in summarised for axis in summary.setting))
+    metrics = {name: label for name, label in METRICS.items() if any(name in summary.metrics for summary in summarised)}
     labels = ", ".join(f"{axis.rpartition('.')[2]} {label}" for axis, label in baseline.items())
     against = [f"minus {labels}"] if baseline else []
-    wins = ["wins vs. start"] if any(one.wins for one in found) else []
+    wins = ["wins vs. start"] if any(summary.wins for summary in summarised) else []
     short = [axis.rpartition(".")[2] for axis in axes]
     titles = [*short, "seeds", "gold reward", *against, *wins, "KL to start", *metrics.values()]
     lines = [markdown_row(titles), markdown_row(["---"] * len(titles))]
-    for one in found:
-        cells = [one.setting.get(axis, "") for axis in axes]
-        cells += [str(len(one.seeds)), _cell(one.gold, ".3f")]
-        of_some = f" ({one.common} of its seeds)" if one.against and one.common < len(one.seeds) else ""
-        cells += [_cell(one.against, "+.3f") + of_some] if baseline else []
-        cells += [_cell(one.wins, ".1%")] if wins else []
-        cells.append(_cell(one.kl, ".2f"))
-        cells += [f"{one.metrics[name]:.3f}" if name in one.metrics else "" for name in metrics]
+    for summary in summarised:
+        cells = [summary.setting.get(axis, "") for axis in axes]
+        cells += [str(len(summary.seeds)), _cell(summary.gold, ".3f")]
+        of_some = f" ({summary.common} of its seeds)" if summary.against and summary.common < len(summary.seeds) else ""
+        cells += [_cell(summary.against, "+.3f") + of_some] if baseline else []
+        cells += [_cell(summary.wins, ".1%")] if wins else []
+        cells.append(_cell(summary.kl, ".2f"))
+        cells += [f"{summary.metrics[name]:.3f}" if name in summary.metrics else "" for name in metrics]
         lines.append(markdown_row(cells))
     return "\n".join(lines) + "\n"
 

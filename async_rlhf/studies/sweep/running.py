@@ -84,11 +84,11 @@ def _started(job: Job, threads: int, device: str | None) -> BaseProcess:
 
 def _outcome(job: Job, exit_code: int | None) -> Outcome:
     try:
-        found = json.loads((job.folder / _RESULT).read_text(encoding="utf-8"))
+        outcome = json.loads((job.folder / _RESULT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Outcome(job, None, f"its process ended with exit code {exit_code}; see {job.folder / LOG}")
     (job.folder / _RESULT).unlink()
-    return Outcome(job, found["results"], found["error"])
+    return Outcome(job, outcome["results"], outcome["error"])
 
 
 def _work(job: Job, threads: int, device: str | None) -> None:

@@ -68,14 +68,14 @@ def trials_of(config: SweepConfig) -> list[Trial]:
     for axis, label in labels_of(config.baseline).items():
         known = list(dict.fromkeys(labels.get(axis, "") for labels, _ in settings))
         require(label in known, f"baseline.{axis}", label, f"must be one of {', '.join(known)}")
-    found = [
+    trials = [
         trial
         for labels, keys in settings
         for trial in of_setting(config, held_out, labels, keys, config.seeds, config.checkpoints)
     ]
-    twice = [one.name for one in found if [other.name for other in found].count(one.name) > 1]
+    twice = [trial.name for trial in trials if [other.name for other in trials].count(trial.name) > 1]
     require(not twice, "settings", twice[:1], "must differ from each other: two settings have the same name")
-    return sorted(found, key=lambda one: config.seeds.index(one.seed))
+    return sorted(trials, key=lambda trial: config.seeds.index(trial.seed))
 
 
 def unlike(config: SweepConfig, trials: Sequence[Trial]) -> list[str]:
@@ -83,16 +83,16 @@ def unlike(config: SweepConfig, trials: Sequence[Trial]) -> list[str]:
     their own.
     """
     said = {name for _, keys in settings_of(config) for name in keys} | {*RESERVED}
-    runs = {"/".join(one.setting.values()): dotted(asdict(one.run)) for one in trials}
-    found = []
+    runs = {"/".join(trial.setting.values()): dotted(asdict(trial.run)) for trial in trials}
+    differences = []
     for name in dict.fromkeys(name for run in runs.values() for name in run):
         if not any(f"{name}.".startswith(f"{each}.") for each in said):
             values: dict[str, list[str]] = {}
             for setting, run in runs.items():
                 values.setdefault(label_of(run[name]) if name in run else "no such key", []).append(setting)
             text = "; ".join(f"{value} ({', '.join(those)})" for value, those in values.items())
-            found += [f"{name}: {text}"] if len(values) > 1 else []
-    return found
+            differences += [f"{name}: {text}"] if len(values) > 1 else []
+    return differences
 
 
 def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
@@ -103,7 +103,7 @@ def settings_of(config: SweepConfig) -> Iterator[tuple[dict[str, str], dict[str,
             axes.append([({name: label_of(value)}, {name: value}) for value in values])
         else:
             axes.append([({name: str(label)}, keys) for label, keys in values.items()])
-    listed = [(labels_of(one), one) for one in config.settings]
+    listed = [(labels_of(setting), setting) for setting in config.settings]
     for parts in itertools.product(listed or [({}, {})], *axes):
         labels, keys = dict[str, str](), dict[str, Any]()
         for some_labels, some_keys in parts:
@@ -134,29 +134,29 @@ def of_setting(
         checkpoints: whether the runs' checkpoints are judged.
     """
     run = parsed_run(config, keys, ", ".join(f"{name} {label}" for name, label in labels.items()) or "base")
-    right = "must be above 0 with checkpoints: they are what is judged"
-    require(not checkpoints or (run.train.save_steps or 0) > 0, "base.train.save_steps", run.train.save_steps, right)
-    right = "must be null with checkpoints, which are deleted when they have been judged (keep)"
+    rule = "must be above 0 with checkpoints: they are what is judged"
+    require(not checkpoints or (run.train.save_steps or 0) > 0, "base.train.save_steps", run.train.save_steps, rule)
+    rule = "must be null with checkpoints, which are deleted when they have been judged (keep)"
     limit = run.train.save_total_limit
-    require(not checkpoints or limit is None, "base.train.save_total_limit", limit, right)
+    require(not checkpoints or limit is None, "base.train.save_total_limit", limit, rule)
     shared: dict[str, Any] = {"setting": dict(labels), "held_out": held_out, "overwrite": config.overwrite}
     shared |= {"threads": config.threads, "checkpoints": checkpoints, "keep": config.keep}
-    found = []
+    trials = []
     for seed in seeds:
         name = name_of(labels, seed)
         folder = Path(config.output_dir) / "runs" / name
         train = replace(run.train, seed=seed, output_dir=str(folder / "train"), resume=True, report=False)
-        found.append(Trial(name=name, seed=seed, run=replace(run, train=train), folder=str(folder), **shared))
-    return found
+        trials.append(Trial(name=name, seed=seed, run=replace(run, train=train), folder=str(folder), **shared))
+    return trials
 
 
-def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], place: str = "base") -> RunConfig:
+def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], prefix: str = "base") -> RunConfig:
     """The configuration of a run with these keys, from ``base``; its folder and seed are not those of any run yet.
 
     Args:
         config: of the sweep.
         keys: dotted keys of ``train``.
-        place: what an error begins with.
+        prefix: what an error begins with.
     """
     if isinstance(config.base, str):  # a file that train may run, too
         require(Path(config.base).is_file(), "base", config.base, "must be a file with the keys of train, or a mapping")
@@ -167,22 +167,22 @@ def parsed_run(config: ManyRunsConfig, keys: Mapping[str, Any], place: str = "ba
     threads = {"train.num_threads": config.threads, "train.generation.num_threads": config.threads}
     wanted = {**threads, **keys, "train.output_dir": str(Path(config.output_dir) / "runs" / "any")}
     words = [f"--{name}={label_of(value)}" for name, value in wanted.items()]
-    return _parsed(RunConfig, "train", config.base, place, words)
+    return _parsed(RunConfig, "train", config.base, prefix, words)
 
 
 def parsed_held_out(config: ManyRunsConfig) -> EvaluateConfig:
     """How policies are judged; the model in it is a placeholder."""
     values = {**config.held_out, "models": {"policy": "policy"}, "output_dir": str(Path(config.output_dir) / "any")}
     held_out = _parsed(EvaluateConfig, "evaluate", values, "held_out")
-    right = "must be left out: policies are compared by a gold reward; give reward_funcs or reward_model"
-    require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, right)
-    right = "must be left out: the starting model is judged, too, and no run has trained it"
-    require(held_out.penalties is None, "held_out.penalties", held_out.penalties, right)
+    rule = "must be left out: policies are compared by a gold reward; give reward_funcs or reward_model"
+    require(held_out.judge.url is None, "held_out.judge.url", held_out.judge.url, rule)
+    rule = "must be left out: the starting model is judged, too, and no run has trained it"
+    require(held_out.penalties is None, "held_out.penalties", held_out.penalties, rule)
     return held_out
 
 
 def _parsed(
-    kind: type[Any], command: str, values: str | Mapping[str, Any], place: str, words: Sequence[str] = ()
+    kind: type[Any], command: str, values: str | Mapping[str, Any], prefix: str, words: Sequence[str] = ()
 ) -> Any:
     with tempfile.TemporaryDirectory() as folder:  # the parser reads only files
         path = Path(folder) / "config.yml"
@@ -192,7 +192,7 @@ def _parsed(
         try:
             return parse(kind, command, ["--config", file, *words], translated=True)[0]
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from error
+            raise ConfigError(f"{prefix}: {error}") from error
 
 
 def number_of(label: str) -> float | None:

@@ -108,9 +108,9 @@ def split(functions: Iterable[Function], seed: int) -> dict[str, list[Function]]
     for function in functions:
         group = function.name.lstrip("_").casefold()
         digest = hashlib.sha256(f"{seed}:{group}".encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64
+        position = int.from_bytes(digest[:8], "big") / 2**64
         train, preference, _ = SHARES.values()
-        part = "train" if place < train else "preference" if place < train + preference else "heldout"
+        part = "train" if position < train else "preference" if position < train + preference else "heldout"
         parts[part].append(function)
     return parts
 
@@ -142,16 +142,16 @@ def _files_of(source: str) -> list[Path]:
 
 def _locate(source: str) -> Path:
     """A source's file or folder."""
-    right = 'it must be an installed top-level package, "stdlib", or a path with a slash (./folder) or .py'
+    rule = 'it must be an installed top-level package, "stdlib", or a path with a slash (./folder) or .py'
     if source == STDLIB:
         return Path(sysconfig.get_paths()["stdlib"])
     if "/" in source or os.sep in source or source.endswith(".py"):
         path = Path(source).expanduser().resolve()
         if path.is_dir() or (path.is_file() and path.suffix == ".py"):
             return path
-        raise ConfigError(f"source {source!r}: no such folder or .py file; {right}")
+        raise ConfigError(f"source {source!r}: no such folder or .py file; {rule}")
     if not source.isidentifier():  # a dotted name would make find_spec import its parent
-        raise ConfigError(f"source {source!r} is not a top-level name; {right}")
+        raise ConfigError(f"source {source!r} is not a top-level name; {rule}")
     loaded = sys.modules.get(source)
     # find_spec raises for a module that was loaded without a spec, such as __main__
     spec = importlib.util.find_spec(source) if loaded is None else loaded.__spec__
@@ -160,7 +160,7 @@ def _locate(source: str) -> Path:
     if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
         return Path(spec.origin)
     problem = "is not installed" if spec is None else "has no Python source"
-    raise ConfigError(f"source {source!r} {problem}; {right}")
+    raise ConfigError(f"source {source!r} {problem}; {rule}")
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -193,11 +193,11 @@ def _functions_of(path: Path) -> list[Function] | None:
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return None
-    found = []
+    functions = []
     for node in _definitions(tree):
         if (summary := _summary(node)) and (query := _query(node)):
-            found.append(Function(node.name, query, summary))
-    return found
+            functions.append(Function(node.name, query, summary))
+    return functions
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

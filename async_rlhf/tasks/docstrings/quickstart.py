@@ -109,8 +109,8 @@ def _online(out: Path, name: str, staleness: int, config: QuickstartConfig) -> R
 
 def run_quickstart(config: QuickstartConfig) -> dict[str, Any]:
     """Run every stage that is not done yet, and report. Returns the content of ``summary.json``."""
-    right = "must be 1: start quickstart without torchrun or accelerate"
-    require(launched_ranks() == 1, "the number of processes", launched_ranks(), right)
+    rule = "must be 1: start quickstart without torchrun or accelerate"
+    require(launched_ranks() == 1, "the number of processes", launched_ranks(), rule)
     stages = stage_configs(config)
     results, seconds = {}, {}
     for number, (name, stage) in enumerate(stages.items(), start=1):
@@ -129,8 +129,8 @@ def _gold_difference(samples: Path) -> str:
 
     rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     in_turn, at_once = ([row["models"][name]["score"] for row in rows] for name in RUNS)
-    found = paired_difference(at_once, in_turn, [row["query"] for row in rows])
-    between = f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f}, 95%)"
+    difference = paired_difference(at_once, in_turn, [row["query"] for row in rows])
+    between = f"{difference.estimate:+.3f} ({difference.low:+.3f} to {difference.high:+.3f}, 95%)"
     return f"Gold reward: {between} one step off-policy against in turn, {len(rows)} held-out prompts, one run of each."
 
 

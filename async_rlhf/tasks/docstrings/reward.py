@@ -268,11 +268,11 @@ def _stem(word: str) -> str:
 @lru_cache(maxsize=1 << 14)
 def _query_words(query: str) -> tuple[_Words, _Words]:
     """The words of the function's name, and the stems of the signature's other meaningful words."""
-    found = _SIGNATURE.search(query)
-    if found is None:
+    match = _SIGNATURE.search(query)
+    if match is None:
         return (), ()
-    name = tuple(dict.fromkeys(part.lower() for part in _NAME_PART.findall(found[1])))
-    others = (part.lower() for part in _NAME_PART.findall(found[2]))
+    name = tuple(dict.fromkeys(part.lower() for part in _NAME_PART.findall(match[1])))
+    others = (part.lower() for part in _NAME_PART.findall(match[2]))
     stems = {_stem(part) for part in others if len(part) > 2 and part not in _DULL}
     return name, tuple(sorted(stems - {_stem(part) for part in name}))
 
