@@ -111,8 +111,8 @@ def meant(key: str, known: Collection[str], dashes: str) -> str:
         return f"; {end}"
     if elsewhere := _OF_OTHERS.get(key.rpartition(".")[2]):
         return f"; {elsewhere}"
-    found = nearest(key, known)
-    return "" if found is None else f"; did you mean {dashes}{found}?"
+    candidate = nearest(key, known)
+    return "" if candidate is None else f"; did you mean {dashes}{candidate}?"
 
 
 def nearest(key: str, known: Collection[str]) -> str | None:
