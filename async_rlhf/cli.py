@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"async-rlhf {async_rlhf.__version__}")
         sys.exit(0)
     if words[0] not in COMMANDS:
-        right = f"must be one of {', '.join(COMMANDS)}{meant(words[0], COMMANDS, '')}"
-        print(f"async-rlhf: got {words[0]!r}; {right}", file=sys.stderr)
+        rule = f"must be one of {', '.join(COMMANDS)}{meant(words[0], COMMANDS, '')}"
+        print(f"async-rlhf: got {words[0]!r}; {rule}", file=sys.stderr)
         sys.exit(2)
     sys.exit(_run(words[0], words[1:]))
 
@@ -90,9 +90,9 @@ def _run(name: str, words: list[str]) -> int:
             print(text + _derived(config))
             return 0
         check_names((config, ""))
-        found = function_of(name)(config)
-        if isinstance(found, dict) and "nothing_learnt" in found:
-            raise NothingLearntError(found["nothing_learnt"])
+        outcome = function_of(name)(config)
+        if isinstance(outcome, dict) and "nothing_learnt" in outcome:
+            raise NothingLearntError(outcome["nothing_learnt"])
     except KeyboardInterrupt as error:
         if lead:
             print(f"async-rlhf {name}: interrupted{f': {error}' if error.args else ''}", file=sys.stderr)

@@ -193,13 +193,13 @@ class SampleWithPast(Sample):
 
 def drawn_versions(samples: Iterable[Sample]) -> set[int]:
     """All versions of the weights that drew tokens of the samples."""
-    found: set[int] = set()
+    all_versions: set[int] = set()
     for sample in samples:
         versions = sample.versions[sample.sampled]
         # Almost always it is one version, and nothing need be sorted.
-        one = len(versions) > 0 and versions[0] == versions.min() == versions.max()
-        found.update(versions[:1].tolist() if one else np.unique(versions).tolist())
-    return found
+        single = len(versions) > 0 and versions[0] == versions.min() == versions.max()
+        all_versions.update(versions[:1].tolist() if single else np.unique(versions).tolist())
+    return all_versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,16 +256,16 @@ def _summed(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 class FakeRanks(Ranks):
     """This rank of many, of which the others say what it says."""
 
-    def barrier(self, place: str) -> None:
+    def barrier(self, point: str) -> None:
         return
 
-    def broadcast(self, place: str, compute: Callable[[], T]) -> T:
+    def broadcast(self, point: str, compute: Callable[[], T]) -> T:
         return compute()
 
-    def gather(self, place: str, value: T) -> list[T]:
+    def gather(self, point: str, value: T) -> list[T]:
         return [value] * self.count
 
-    def collect(self, place: str, value: T) -> Iterator[T]:
+    def collect(self, point: str, value: T) -> Iterator[T]:
         return iter([value] * self.count)
 
 

@@ -20,8 +20,8 @@ class OnlineBoKConfig(KLPenaltyConfig):
 
     def check(self) -> None:
         super().check()
-        right = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
-        self.require(not self.kl.corrected, "kl.corrected", right)
+        rule = "must be false: the best of K samples are no samples of the policy, and no weight makes them that"
+        self.require(not self.kl.corrected, "kl.corrected", rule)
         self.require(self.samples_per_prompt >= 2, "samples_per_prompt", "must be at least 2")
 
 

@@ -238,7 +238,7 @@ def ratio_statistics(token_log_ratios_N: Tensor, row_log_ratios_B: Tensor) -> di
         "policy/behaviour_kl_k3": (torch.expm1(token_log_ratios_N) - token_log_ratios_N).mean(),
         "val/ratio_var": ratios_N.var(correction=0),
         # Each by a partial sort; torch.quantile refuses more than 16 million.
-        **{name: token_log_ratios_N.kthvalue(place + 1).values.exp() for name, place in places.items()},
+        **{name: token_log_ratios_N.kthvalue(index + 1).values.exp() for name, index in places.items()},
         "val/ess_token": effective_sample_share(token_log_ratios_N),
         "val/ess_sequence": effective_sample_share(row_log_ratios_B),
     }
@@ -325,7 +325,7 @@ class ImportanceRatioStats:
     @classmethod
     def of(cls, parts: Sequence[ImportanceRatioStats]) -> ImportanceRatioStats:
         """One monitor with the data of several."""
-        return cls(one for part in parts for one in part._parts)
+        return cls(tensors for part in parts for tensors in part._parts)
 
     def add(self, output: PolicyOutput, rows: Experience, sampled_BT: Tensor) -> None:
         """Add the rows of one micro-batch; ``sampled_BT`` is theirs, on the CPU."""

@@ -37,11 +37,11 @@ class GRPOConfig(GroupConfig):
     def check(self) -> None:
         super().check()
         if self.ratio == "sequence":
-            right = 'must be "sequence" with ratio "sequence": a sample then is one action'
-            self.require(self.normalization == "sequence", "normalization", right)
-            self.require(self.off_policy.level == "sequence", "off_policy.level", right)
-        right = 'must be "token" with surrogate "cispo", which weighs tokens'
-        self.require(self.surrogate == "clipped" or self.ratio == "token", "ratio", right)
+            rule = 'must be "sequence" with ratio "sequence": a sample then is one action'
+            self.require(self.normalization == "sequence", "normalization", rule)
+            self.require(self.off_policy.level == "sequence", "off_policy.level", rule)
+        rule = 'must be "token" with surrogate "cispo", which weighs tokens'
+        self.require(self.surrogate == "clipped" or self.ratio == "token", "ratio", rule)
 
 
 def _no_penalty() -> KLConfig:

@@ -43,9 +43,9 @@ class PPOConfig(DiscountConfig):
 
     def check(self) -> None:
         super().check()
-        right = "must be false with bootstrap_truncated, by which a completion that is cut off has no score to change"
+        rule = "must be false with bootstrap_truncated, by which a completion that is cut off has no score to change"
         unchanged = not (self.bootstrap_truncated and self.non_eos_penalty)
-        self.require(unchanged, "non_eos_penalty", right)
+        self.require(unchanged, "non_eos_penalty", rule)
 
 
 def ppo_needs(config: PPOConfig) -> Needs:

@@ -81,5 +81,5 @@ class Algorithm:
         named = isinstance(self.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", self.name) is not None
         require(named, "Algorithm.name", self.name, "must be lower-case letters, digits and underscores")
         known = isinstance(self.config, type) and issubclass(self.config, OnlineConfig)
-        right = "must be a class that is derived from OnlineConfig and is a frozen dataclass"
-        require(known and self.config.__dataclass_params__.frozen, "Algorithm.config", self.config, right)  # type: ignore
+        rule = "must be a class that is derived from OnlineConfig and is a frozen dataclass"
+        require(known and self.config.__dataclass_params__.frozen, "Algorithm.config", self.config, rule)  # type: ignore

@@ -24,8 +24,8 @@ class RLOOConfig(GroupConfig):
 
     def check(self) -> None:
         super().check()
-        right = 'must be "sequence": the ratio of RLOO is one number for each completion'
-        self.require(self.off_policy.level == "sequence", "off_policy.level", right)
+        rule = 'must be "sequence": the ratio of RLOO is one number for each completion'
+        self.require(self.off_policy.level == "sequence", "off_policy.level", rule)
 
 
 @configuration

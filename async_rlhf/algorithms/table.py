@@ -43,26 +43,26 @@ def find(name: str) -> Algorithm:
     if isinstance(name, str) and name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(import_module(f"async_rlhf.algorithms.{module}"), attribute)
-    right = f'must be one of {", ".join(BUILT_IN)}, or a record of your own as "module:RECORD" or "file.py:RECORD"'
-    place, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    rule = f'must be one of {", ".join(BUILT_IN)}, or a record of your own as "module:RECORD" or "file.py:RECORD"'
+    source, colon, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     like = meant(name, BUILT_IN, "") if isinstance(name, str) else ""
-    require(bool(place and colon and attribute), "algorithm", name, f"{right}{like}")
-    found = _load(place, attribute, _state_of(place))
-    if not isinstance(found, Algorithm):
-        raise ConfigError(f"algorithm: got {name!r}, which is {found!r:.100}; {right}")
-    require(found.name not in BUILT_IN, "algorithm", name, f"its record must have another name than {found.name!r}")
-    return found
+    require(bool(source and colon and attribute), "algorithm", name, f"{rule}{like}")
+    record = _load(source, attribute, _state_of(source))
+    if not isinstance(record, Algorithm):
+        raise ConfigError(f"algorithm: got {name!r}, which is {record!r:.100}; {rule}")
+    require(record.name not in BUILT_IN, "algorithm", name, f"its record must have another name than {record.name!r}")
+    return record
 
 
 @cache  # loading a file twice would make two classes: a configuration of one is not one of the other
-def _load(place: str, attribute: str, state: tuple[str, int]) -> Any:
-    return load_attribute(place, attribute, "algorithm", "RECORD")
+def _load(source: str, attribute: str, state: tuple[str, int]) -> Any:
+    return load_attribute(source, attribute, "algorithm", "RECORD")
 
 
-def _state_of(place: str) -> tuple[str, int]:
+def _state_of(source: str) -> tuple[str, int]:
     """The path of the file, and when it was written."""
-    file = Path(place).resolve()
-    return (str(file), file.stat().st_mtime_ns) if place.endswith(".py") and file.is_file() else ("", 0)
+    file = Path(source).resolve()
+    return (str(file), file.stat().st_mtime_ns) if source.endswith(".py") and file.is_file() else ("", 0)
 
 
 def built_in() -> Iterator[Algorithm]:

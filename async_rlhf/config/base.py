@@ -111,7 +111,7 @@ class Rule(NamedTuple):
     """A condition on the value of one key, unless it is null."""
 
     holds: Callable[[Any], bool]
-    right: str
+    text: str
     """What is right, for the error, such as "must be at least 1"."""
 
 
@@ -171,20 +171,17 @@ def right_of(bound: str, known: Mapping[str, Any]) -> str:
 
 def rights_of(known: Mapping[str, Any]) -> list[str]:
     """What is right by all that :func:`key` was given."""
-    return [
-        *(right_of(bound, known) for bound in _BOUNDS if bound in known),
-        *(r.right for r in known.get("rules", ())),
-    ]
+    return [*(right_of(bound, known) for bound in _BOUNDS if bound in known), *(r.text for r in known.get("rules", ()))]
 
 
 def _no_file(value: str) -> bool:
-    place = Path(value).expanduser()
-    return place.is_dir() or not place.exists()
+    path = Path(value).expanduser()
+    return path.is_dir() or not path.exists()
 
 
 def _in_folder(value: str) -> bool:
     above = Path(value).expanduser().parents
-    return next((place.is_dir() for place in above if place.exists()), True)
+    return next((parent.is_dir() for parent in above if parent.exists()), True)
 
 
 _INSIDE = Rule(_in_folder, "is inside a file; must be in a folder")
@@ -196,12 +193,12 @@ _LAST_DEVICE = 127
 """torch counts devices in 8 bits: it reads "cuda:128" as "cuda:-128"."""
 DEVICE = Rule(
     lambda value: (
-        (found := re.fullmatch(r"cpu|mps|(cuda|xpu)(:(0|[1-9][0-9]{0,2}))?", value)) is not None
-        and int(found[3] or 0) <= _LAST_DEVICE
+        (match := re.fullmatch(r"cpu|mps|(cuda|xpu)(:(0|[1-9][0-9]{0,2}))?", value)) is not None
+        and int(match[3] or 0) <= _LAST_DEVICE
     ),
     f'must be "cpu", "cuda", "cuda:1" or the like up to {_LAST_DEVICE}, "mps" or "xpu"',
 )
-APART = Rule(lambda value: value == "learner" or DEVICE.holds(value), f'{DEVICE.right}; or "learner"')
+APART = Rule(lambda value: value == "learner" or DEVICE.holds(value), f'{DEVICE.text}; or "learner"')
 """Where a model that is not trained computes: where the learner does, in its turn, or on a device, beside training."""
 
 EACH_ONCE = Rule(lambda names: len(set(names)) == len(names), "must name each once")
@@ -245,8 +242,8 @@ def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -
             try:
                 validated(self, *positional, **by_name)
             except ValidationError as error:
-                found = _of_key(type(self), error, positional, by_name)
-                raise found from found.__cause__
+                failure = _of_key(type(self), error, positional, by_name)
+                raise failure from failure.__cause__
 
         made.__init__ = checked_init
         return made
@@ -256,9 +253,9 @@ def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -
 
 def _define_again(kind: type) -> None:
     """Make fields of the keys of classes above that a class gives another default, without a type."""
-    bases: list[Any] = [one for one in kind.__mro__[1:] if dataclasses.is_dataclass(one)]
+    bases: list[Any] = [base for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)]
     for name, value in [*vars(kind).items()]:
-        above = next((one for one in bases if name in one.__dataclass_fields__), None)
+        above = next((base for base in bases if name in base.__dataclass_fields__), None)
         if above is None or name in kind.__annotations__:
             continue
         item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
@@ -293,14 +290,14 @@ def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: 
         return cause
     if not first["loc"]:
         return TypeError(f"{kind.__name__}: {first['msg']}")
-    place, names = first["loc"][0], [item.name for item in dataclasses.fields(kind)]
-    if isinstance(place, int):
+    location, names = first["loc"][0], [item.name for item in dataclasses.fields(kind)]
+    if isinstance(location, int):
         positional = [item.name for item in dataclasses.fields(kind) if not item.kw_only]
-        if place >= len(positional):
+        if location >= len(positional):
             return TypeError(f"{kind.__name__} takes {len(positional)} values without names; got {len(arguments)}")
-        name, value = positional[place], arguments[place]
+        name, value = positional[location], arguments[location]
     else:
-        name = str(place)
+        name = str(location)
         value = named[name] if name in named else default_of(kind, name) if name in names else None
     if name not in names:
         return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, [*_dotted_names(kind)], '')}")
@@ -310,8 +307,8 @@ def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: 
         return TypeError(f"{kind.__name__}: {name} is given twice")
     bound = next((bound for bound in _BOUNDS if bound in first.get("ctx", {})), None)
     known = kind.__dataclass_fields__[name].metadata
-    right = f"must be {spelt(hints_of(kind)[name])}" if bound is None else right_of(bound, known)
-    return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {right}")
+    rule = f"must be {spelt(hints_of(kind)[name])}" if bound is None else right_of(bound, known)
+    return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {rule}")
 
 
 class Checked:
@@ -334,10 +331,10 @@ class Checked:
             require(problem is None, item.name, value, str(problem))
             for rule in item.metadata.get("rules", ()) if value is not None else ():
                 try:
-                    holds, right = rule.holds(value), rule.right
+                    holds, text = rule.holds(value), rule.text
                 except (OSError, RuntimeError) as error:  # a path that is too long, circular links
-                    holds, right = False, f"must name a folder: {error}"
-                self.require(holds, item.name, right)
+                    holds, text = False, f"must name a folder: {error}"
+                self.require(holds, item.name, text)
         self.check()
 
     def _require_kind(self, item: dataclasses.Field[Any]) -> None:
@@ -356,10 +353,10 @@ class Checked:
     def check(self) -> None:
         """Checks of several keys together. Raises :class:`ConfigError`."""
 
-    def require(self, condition: bool, name: str, right: str) -> None:
+    def require(self, condition: bool, name: str, rule: str) -> None:
         """Raise :class:`ConfigError` for the key with a dotted name unless ``condition`` holds."""
         if not condition:
-            require(False, f"{self._group}{name}", attrgetter(name)(self), right)
+            require(False, f"{self._group}{name}", attrgetter(name)(self), rule)
 
     def leaves_out(self, names: Iterable[str], why: str, group: str = "") -> None:
         """Require keys, dotted or not, to have their defaults; ``why`` ends the error. Raises :class:`ConfigError`."""
@@ -389,12 +386,12 @@ def decides_result(config: Any, name: str) -> bool:
 
 def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Values of an older version of this code, with dotted names. A key that it did not know counts as its default."""
-    found = dict(saved)
+    values = dict(saved)
     for name in dotted(dataclasses.asdict(config)).keys() - saved.keys():
         value = default_of(config, name)
         if value is not MISSING:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def without_gpu(values: Mapping[str, Any], config: Any) -> dict[str, Any]:

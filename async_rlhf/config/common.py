@@ -122,8 +122,8 @@ class OnRanksConfig(ChattingConfig):
     """The command on several ranks, which share the work."""
 
     def check(self) -> None:
-        right = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
-        self.require(self.parallel.ranks == 1 or self.device in (None, "cpu", "cuda"), "device", right)
+        rule = 'must be null, "cpu" or "cuda" with parallel.ranks above 1: each rank takes the GPU of its number'
+        self.require(self.parallel.ranks == 1 or self.device in (None, "cpu", "cuda"), "device", rule)
         super().check()
 
 
@@ -221,8 +221,8 @@ class EpisodesConfig(Checked):
     failed: a run then does what reward_errors says."""
 
     def check(self) -> None:
-        right = "must be null without max_turns, which says that there are episodes"
-        self.require(self.max_turns is not None or self.episode_length is None, "episode_length", right)
+        rule = "must be null without max_turns, which says that there are episodes"
+        self.require(self.max_turns is not None or self.episode_length is None, "episode_length", rule)
         super().check()
 
 
@@ -263,8 +263,8 @@ class PromptsConfig(FirstWordsConfig):
     """The column with the prompt, as text or as messages of a chat."""
 
     def check(self) -> None:
-        right = f"must be left out with {self._group}prompt_words, which takes the prompt from `text`"
-        self.require(self.prompt_words is None or self.prompt_field == "query", "prompt_field", right)
+        rule = f"must be left out with {self._group}prompt_words, which takes the prompt from `text`"
+        self.require(self.prompt_words is None or self.prompt_field == "query", "prompt_field", rule)
         super().check()
 
 
@@ -289,8 +289,8 @@ class HeldOutRowsConfig(FirstWordsConfig, HeldOutShareConfig):
     """The same, for held-out data."""
 
     def check(self) -> None:
-        right = f"must be null with {self._group}eval, which names the held-out data"
-        self.require(self.eval is None or self.eval_fraction is None, "eval_fraction", right)
+        rule = f"must be null with {self._group}eval, which names the held-out data"
+        self.require(self.eval is None or self.eval_fraction is None, "eval_fraction", rule)
         if self.eval is None:
             self.leaves_out(["eval_split"], f"without {self._group}eval", self._group)
         super().check()
@@ -332,8 +332,8 @@ class RewardedConfig(Checked):
     def check_judge(self) -> None:
         """Require either a reward model or functions."""
         check_functions(self.reward_funcs)
-        one = (self.reward_model is not None) != bool(self.reward_funcs)
-        self.require(one, "reward_model", "give either a reward_model or reward_funcs")
+        either = (self.reward_model is not None) != bool(self.reward_funcs)
+        self.require(either, "reward_model", "give either a reward_model or reward_funcs")
 
 
 @configuration(kw_only=True)

@@ -44,8 +44,8 @@ class EngineSpec:
 
 
 def _vllm_is_missing() -> str:
-    right = "needs vLLM: in a checkout make setup-vllm, or with a GPU pip install 'async-rlhf[vllm]'"
-    return "" if find_spec("vllm") is not None else right
+    rule = "needs vLLM: in a checkout make setup-vllm, or with a GPU pip install 'async-rlhf[vllm]'"
+    return "" if find_spec("vllm") is not None else rule
 
 
 ENGINES = {
@@ -72,12 +72,12 @@ def find(name: str) -> EngineSpec:
     """
     if name in ENGINES:
         return ENGINES[name]
-    right = f'must be {_one_of(ENGINES)}, or an EngineSpec of your own as "module:NAME" or "file.py:NAME"'
-    require(":" in name, "engine", name, right)
-    found = load(name, "NAME")
-    if not isinstance(found, EngineSpec):
-        raise ConfigError(f"engine: got {name!r}, which is {found!r:.100}; {right}")
-    return found
+    rule = f'must be {_one_of(ENGINES)}, or an EngineSpec of your own as "module:NAME" or "file.py:NAME"'
+    require(":" in name, "engine", name, rule)
+    spec = load(name, "NAME")
+    if not isinstance(spec, EngineSpec):
+        raise ConfigError(f"engine: got {name!r}, which is {spec!r:.100}; {rule}")
+    return spec
 
 
 def able(feature: Feature) -> str:
@@ -87,8 +87,8 @@ def able(feature: Feature) -> str:
 
 def load(name: str, what: str = "function") -> Any:
     """What an engine names as "module:NAME"."""
-    place, _, attribute = name.rpartition(":")
-    return load_attribute(place, attribute, "engine", what)
+    source, _, attribute = name.rpartition(":")
+    return load_attribute(source, attribute, "engine", what)
 
 
 def _one_of(names: Any) -> str:

@@ -29,20 +29,20 @@ def checked_environment(values: Any) -> dict[str, str]:
     Raises:
         ConfigError: one of them may not be set by a file, or its value is not text on one line.
     """
-    right = "must be names of variables and their values"
-    require(values is None or isinstance(values, Mapping), KEY, values, right)
-    found = {}
+    rule = "must be names of variables and their values"
+    require(values is None or isinstance(values, Mapping), KEY, values, rule)
+    variables = {}
     for name, value in (values or {}).items():
-        right = "a file may set only WANDB_*, HF_*, TOKENIZERS_* and CUDA_VISIBLE_DEVICES; export others in the shell"
-        require(isinstance(name, str) and _ALLOWED.fullmatch(name) is not None, KEY, name, right)
-        right = "is a secret, which no file may hold; must be exported in the shell"
-        require(_SECRET.search(name) is None, KEY, name, right)
-        right = "says which server gets keys and data; must be exported in the shell"
-        require(_PLACE.search(name) is None, KEY, name, right)
+        rule = "a file may set only WANDB_*, HF_*, TOKENIZERS_* and CUDA_VISIBLE_DEVICES; export others in the shell"
+        require(isinstance(name, str) and _ALLOWED.fullmatch(name) is not None, KEY, name, rule)
+        rule = "is a secret, which no file may hold; must be exported in the shell"
+        require(_SECRET.search(name) is None, KEY, name, rule)
+        rule = "says which server gets keys and data; must be exported in the shell"
+        require(_PLACE.search(name) is None, KEY, name, rule)
         plain = isinstance(value, (str, int, float)) and str(value).isprintable()
         require(plain, f"{KEY}.{name}", value, "must be text on one line, a number, or true or false")
-        found[name] = str(value).lower() if isinstance(value, bool) else str(value)
-    return found
+        variables[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return variables
 
 
 def export(variables: Mapping[str, str]) -> None:

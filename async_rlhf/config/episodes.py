@@ -28,7 +28,7 @@ class World:
     @property
     def all(self) -> list[Any]:
         """All that the user gives."""
-        return [one for one in (self.environment, *self.tools, self.agent) if one is not None]
+        return [part for part in (self.environment, *self.tools, self.agent) if part is not None]
 
     def check(self, max_turns: int | None, prefix: str = "", key: str = "generation.max_turns") -> None:
         """Require that there is one of them at most, and that the length of episodes is said if there is one.
@@ -37,9 +37,9 @@ class World:
             ConfigError: the error names the key, with a prefix those of the training.
         """
         named = [name for name in ("environment", "tools", "agent") if getattr(self, name)]
-        right = (
+        rule = (
             f"must be left out with {named[0] if named else ''}: only one of environment, tools and agent may be given"
         )
-        require(len(named) < 2, named[-1] if named else "", "something", right)
-        right = "must be given with an environment, tools or an agent, and null without"
-        require(bool(named) == (max_turns is not None), f"{prefix}{key}", max_turns, right)
+        require(len(named) < 2, named[-1] if named else "", "something", rule)
+        rule = "must be given with an environment, tools or an agent, and null without"
+        require(bool(named) == (max_turns is not None), f"{prefix}{key}", max_turns, rule)

@@ -15,10 +15,10 @@ class ConfigError(ValueError):
 _SHOWN = 300
 
 
-def require(condition: bool, key: str, value: object, right: str) -> None:
+def require(condition: bool, key: str, value: object, rule: str) -> None:
     """Raise :class:`ConfigError` for ``key`` unless ``condition`` holds."""
     if not condition:
-        raise ConfigError(f"{key}: got {HIDDEN if is_secret(key) else shown(value)}; {right}")
+        raise ConfigError(f"{key}: got {HIDDEN if is_secret(key) else shown(value)}; {rule}")
 
 
 def shown(value: object) -> str:

@@ -55,15 +55,15 @@ class HeldOutConfig(ResultsConfig, SamplingConfig, WorldConfig, EpisodesConfig, 
         self.require(named, "models", "give at least one, as name: folder, or a run")
         self.require(self.run is not None or not self.checkpoints, "checkpoints", "must be empty without run")
         for name in self.models:
-            right = "must be a name that can be a file's, without a slash"
-            require(name != "" and "/" not in name and not name.startswith("."), "models", name, right)
+            rule = "must be a name that can be a file's, without a slash"
+            require(name != "" and "/" not in name and not name.startswith("."), "models", name, rule)
             require(name != "reference_response", "models", name, "is the name of the human responses; must be another")
         super().check()
         supports = find(self.engine).supports
-        right = f"must be left out unless engine is {able('vllm_options')}"
-        self.require("vllm_options" in supports or self.vllm == VLLMConfig(), "vllm", right)
-        right = f"must be {able('policy')} with parallel.ranks above 1: vLLM would take the ranks for its own"
-        self.require(self.parallel.ranks == 1 or "policy" in supports, "engine", right)
+        rule = f"must be left out unless engine is {able('vllm_options')}"
+        self.require("vllm_options" in supports or self.vllm == VLLMConfig(), "vllm", rule)
+        rule = f"must be {able('policy')} with parallel.ranks above 1: vLLM would take the ranks for its own"
+        self.require(self.parallel.ranks == 1 or "policy" in supports, "engine", rule)
 
 
 @configuration
@@ -109,8 +109,8 @@ class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
             OnRanksConfig.check(self)
         known = self.reference is None or not self.models or self.run is not None or self.reference in self.models
         self.require(known, "reference", f"must be one of the models: {', '.join(self.models)}")
-        right = "must be null with an environment, tools or an agent: a reward model reads one answer; use reward_funcs"
-        self.require(not self.plays or self.reward_model is None, "reward_model", right)
+        rule = "must be null with an environment, tools or an agent: a reward model reads one answer; use reward_funcs"
+        self.require(not self.plays or self.reward_model is None, "reward_model", rule)
         if self.judge.url is None:
             self.leaves_out([f"judge.{item.name}" for item in fields(JudgeConfig)], "without judge.url")
             if not (self.environment or self.agent) or self.reward_funcs:

@@ -49,10 +49,10 @@ class VLLMConfig(AnyVLLMConfig):
 
     def check(self) -> None:
         for name in DECIDED:
-            right = "is decided by the run itself"
+            rule = "is decided by the run itself"
             if "parallel" in name:
-                right = "is a key of its own" if name.startswith("tensor") else "is for servers: async-rlhf serve"
-            require(name not in self.options, f"options.{name}", self.options.get(name), right)
+                rule = "is a key of its own" if name.startswith("tensor") else "is for servers: async-rlhf serve"
+            require(name not in self.options, f"options.{name}", self.options.get(name), rule)
 
 
 EPISODE_CAP = 4096
@@ -141,39 +141,39 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
 
     def check(self) -> None:
         served, engine = self.placement == "server", find(self.engine)
-        right = f'must be {able("server")} with placement "server"'
-        self.require(not served or "server" in engine.supports, "engine", right)
-        right = 'must name at least one server with placement "server", such as "http://localhost:8000"'
-        self.require(not served or bool(self.urls), "urls", right)
+        rule = f'must be {able("server")} with placement "server"'
+        self.require(not served or "server" in engine.supports, "engine", rule)
+        rule = 'must name at least one server with placement "server", such as "http://localhost:8000"'
+        self.require(not served or bool(self.urls), "urls", rule)
         self.require(served or not self.urls, "urls", 'must be empty unless placement is "server"')
         for url in self.urls:
-            right = f"must have its user and password again in the place of {HIDDEN}: they are not written to run.yml"
-            require(not is_masked(url), "urls", url, right)
+            rule = f"must have its user and password again in the place of {HIDDEN}: they are not written to run.yml"
+            require(not is_masked(url), "urls", url, rule)
             require(_is_url(url), "urls", url, "must begin with http:// or https:// and name a host, and a port if any")
         self._check_transports(served)
         super().check()
         if self.max_turns is None:
             self.leaves_out(["step_timeout"], "without max_turns, which says that there are episodes")
-        right = f"must be true unless engine is {able('unseeded')}"
-        self.require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", right)
+        rule = f"must be true unless engine is {able('unseeded')}"
+        self.require("unseeded" in engine.supports or self.seed_per_request, "seed_per_request", rule)
         gpus = self.vllm.tensor_parallel_size
-        right = f"must be left out unless engine is {able('vllm_options')}"
-        self.require("vllm_options" in engine.supports or gpus == 1, "vllm.tensor_parallel_size", right)
-        right = f'must be null, "cpu" or "cuda" with vllm.tensor_parallel_size {gpus}, which takes as many GPUs'
-        self.require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", right)
-        right = f'must be at least {engine.coldest:g} with engine "{self.engine}", which samples no colder'
-        self.require(self.temperature >= engine.coldest, "temperature", right)
+        rule = f"must be left out unless engine is {able('vllm_options')}"
+        self.require("vllm_options" in engine.supports or gpus == 1, "vllm.tensor_parallel_size", rule)
+        rule = f'must be null, "cpu" or "cuda" with vllm.tensor_parallel_size {gpus}, which takes as many GPUs'
+        self.require(gpus == 1 or self.device in (None, "cpu", "cuda"), "device", rule)
+        rule = f'must be at least {engine.coldest:g} with engine "{self.engine}", which samples no colder'
+        self.require(self.temperature >= engine.coldest, "temperature", rule)
 
     def _check_transports(self, served: bool) -> None:
         """Nothing that would be ignored may be set."""
         self.require(served or self.api_key is None, "api_key", 'must be null unless placement is "server"')
-        right = 'must be null unless placement is "server" and weights_transport "folder"'
+        rule = 'must be null unless placement is "server" and weights_transport "folder"'
         files = served and self.weights_transport == "folder"
-        self.require(files or self.weights_dir is None, "weights_dir", right)
-        right = 'must be "folder" unless placement is "server"'
-        self.require(served or self.weights_transport == "folder", "weights_transport", right)
-        right = 'must be left out with placement "server": such options are for async-rlhf serve'
-        self.require(not served or self.vllm == VLLMConfig(), "vllm", right)
+        self.require(files or self.weights_dir is None, "weights_dir", rule)
+        rule = 'must be "folder" unless placement is "server"'
+        self.require(served or self.weights_transport == "folder", "weights_transport", rule)
+        rule = 'must be left out with placement "server": such options are for async-rlhf serve'
+        self.require(not served or self.vllm == VLLMConfig(), "vllm", rule)
 
     @property
     def longest_episode(self) -> int:
@@ -194,8 +194,8 @@ class GenerationConfig(CompletionsConfig, EpisodesConfig):
 
 def _is_url(text: str) -> bool:
     try:
-        place = urlsplit(text)
-        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # an invalid port
         return False
 
@@ -234,16 +234,16 @@ class ServeConfig(AnyVLLMConfig, ModelCodeConfig):
     enforce_eager = key(None, role="speed")
 
     def check(self) -> None:
-        right = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "
-        right += f"{API_KEY_VARIABLE}); or set open true, and whoever reaches the port can load weights"
-        self.require(self.open or self.api_key is not None or _is_loopback(self.host), "host", right)
-        right = f"must be at most {65536 - self.replicas}, so that all of the {self.replicas} replicas have a port"
-        self.require(self.port + self.replicas <= 65536, "port", right)
-        right = "must be false with api_key, which closes the server"
-        self.require(not self.open or self.api_key is None, "open", right)
+        rule = "must be an address of this host alone, such as 127.0.0.1, without api_key (the environment variable "
+        rule += f"{API_KEY_VARIABLE}); or set open true, and whoever reaches the port can load weights"
+        self.require(self.open or self.api_key is not None or _is_loopback(self.host), "host", rule)
+        rule = f"must be at most {65536 - self.replicas}, so that all of the {self.replicas} replicas have a port"
+        self.require(self.port + self.replicas <= 65536, "port", rule)
+        rule = "must be false with api_key, which closes the server"
+        self.require(not self.open or self.api_key is None, "open", rule)
         for name in self.options:
-            right = "must be left out: it is a key of its own, or a way past the one that is needed"
-            require(name.replace("-", "_").lower() not in _SERVER_DECIDED, f"options.{name}", self.options[name], right)
+            rule = "must be left out: it is a key of its own, or a way past the one that is needed"
+            require(name.replace("-", "_").lower() not in _SERVER_DECIDED, f"options.{name}", self.options[name], rule)
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,11 +15,11 @@ from xxhash import xxh32_hexdigest
 from async_rlhf.config.base import ConfigError
 
 
-def load_attribute(place: str, attribute: str, key: str, what: str) -> Any:
+def load_attribute(source: str, attribute: str, key: str, what: str) -> Any:
     """An attribute of a module.
 
     Args:
-        place: the module's name, or the path of a file that ends in .py.
+        source: the module's name, or the path of a file that ends in .py.
         attribute: its name there.
         key: of the configuration, for errors.
         what: the kind of thing, for errors, such as "function".
@@ -29,9 +29,9 @@ def load_attribute(place: str, attribute: str, key: str, what: str) -> Any:
     """
     if "" not in sys.path:
         sys.path.append("")  # an installed command does not import from the current folder; python -m does
-    name = f"{place}:{attribute}"
+    name = f"{source}:{attribute}"
     try:
-        module = _module_from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _module_from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except SystemExit as error:  # else the command would end, perhaps with status 0, before it has done anything
         raise ConfigError(f"{key}: got {name!r}, which calls sys.exit() when it is imported; must not") from error
     except (ImportError, FileNotFoundError, ValueError, SyntaxError) as error:
@@ -39,7 +39,7 @@ def load_attribute(place: str, attribute: str, key: str, what: str) -> Any:
             f'{key}: got {name!r}: {error}; must be "module:{what}" or "path/to/file.py:{what}"'
         ) from error
     if not hasattr(module, attribute):
-        raise ConfigError(f"{key}: got {name!r}; {place} has no {what} {attribute!r}")
+        raise ConfigError(f"{key}: got {name!r}; {source} has no {what} {attribute!r}")
     return getattr(module, attribute)
 
 
@@ -95,13 +95,13 @@ def neighbours(path: Path) -> list[Path]:
     """The files in the folder of a file of the user's that it imports, and those that these import, by their text: it
     does not depend on what is loaded.
     """
-    found, left = list[Path](), [path]
+    files, left = list[Path](), [path]
     while left:
         for near in _imported_from(left.pop()):
-            if near not in (path, *found):
-                found.append(near)
+            if near not in (path, *files):
+                files.append(near)
                 left.append(near)
-    return sorted(found)
+    return sorted(files)
 
 
 def _imported_from(path: Path) -> list[Path]:
@@ -129,6 +129,6 @@ def _show_neighbours(path: Path) -> None:
         )
     importlib.invalidate_caches()
     for near in map(Path.resolve, _imported_from(path)):
-        found = _found_as(near.stem)
-        if found is not None and found != near and str(found.parent) in others:
+        file = _found_as(near.stem)
+        if file is not None and file != near and str(file.parent) in others:
             del sys.modules[near.stem]  # what has imported it keeps it

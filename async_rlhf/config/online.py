@@ -70,8 +70,8 @@ class LoRAConfig(AdapterConfig):
 
     def check(self) -> None:
         super().check()
-        right = "must be null with rank 0, which trains every weight"
-        self.require(self.base_bits is None or self.rank > 0, "base_bits", right)
+        rule = "must be null with rank 0, which trains every weight"
+        self.require(self.base_bits is None or self.rank > 0, "base_bits", rule)
 
 
 @configuration
@@ -96,12 +96,12 @@ class KLConfig(Checked):
     """Completions over which an adapted coefficient changes by at most 20%."""
 
     def check(self) -> None:
-        right = 'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation'
-        right += " and would restrain nothing"
-        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, right)
-        right = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
+        rule = 'must be "k2" or "k3" with kl.where "loss": the gradient of k1 is zero in expectation'
+        rule += " and would restrain nothing"
+        require(self.where == "reward" or self.estimator != "k1", "kl.estimator", self.estimator, rule)
+        rule = 'must be false unless kl.where is "loss" and kl.estimator "k3", whose gradient it corrects'
         able = self.where == "loss" and self.estimator == "k3"
-        require(able or not self.corrected, "kl.corrected", self.corrected, right)
+        require(able or not self.corrected, "kl.corrected", self.corrected, rule)
         require(self.target is None or self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.target: 0 stays 0")
 
 
@@ -260,27 +260,27 @@ class OnlineConfig(SizesConfig):
     ray: RayConfig = key(RayConfig)
     """The Ray cluster, and what its actors need."""
 
-    def require_whole(self, condition: bool, key: str, right: str) -> None:
+    def require_whole(self, condition: bool, key: str, rule: str) -> None:
         """Require a condition where ``top_p`` or ``top_k`` truncate what samples: a weight pi / mu would then compare
         the whole policy with a truncated one, is below 1 from the start, and shrinks with each token."""
         why = (
             "a weight would compare the whole policy with the truncated one that sampled, and leave short answers alone"
         )
-        right = f"must be {right} with generation.top_p below 1 or generation.top_k: {why}"
-        self.require(condition or not self.generation.truncates, key, right)
+        rule = f"must be {rule} with generation.top_p below 1 or generation.top_k: {why}"
+        self.require(condition or not self.generation.truncates, key, rule)
 
     def check(self) -> None:
         large = next((weight for weight in self.reward_weights if not _FACTOR.holds(weight)), None)
-        require(large is None, "reward_weights", large, _FACTOR.right)
-        place = Path(self.output_dir).resolve()
-        right = "must name a folder of the run's own"
-        self.require(bool(self.output_dir) and place != place.parent, "output_dir", right)
+        require(large is None, "reward_weights", large, _FACTOR.text)
+        folder = Path(self.output_dir).resolve()
+        rule = "must name a folder of the run's own"
+        self.require(bool(self.output_dir) and folder != folder.parent, "output_dir", rule)
         super().check()
         self._check_engine()
         if not self.push_to_hub:
             self.leaves_out(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"), "without push_to_hub")
-        right = "must be false with resume: a run that is resumed cannot also be deleted"
-        self.require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", right)
+        rule = "must be false with resume: a run that is resumed cannot also be deleted"
+        self.require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", rule)
         self._check_evaluation()
         self._check_generation()
         if self.router_replay:
@@ -295,28 +295,28 @@ class OnlineConfig(SizesConfig):
         """Refuse an engine that takes turns to be ahead, and requests that are larger than a batch."""
         name, supports = self.generation.engine, find(self.generation.engine).supports
         in_turn = self.generation.placement == "inline" and "policy" not in supports
-        right = f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns'
-        right += '; use placement "process"'
-        self.require(not in_turn or self.staleness == 0, "staleness", right)
+        rule = f'must be 0 with generation.engine "{name}" and placement "inline", where the two take turns'
+        rule += '; use placement "process"'
+        self.require(not in_turn or self.staleness == 0, "staleness", rule)
         key, shares = "generation.urls" if self.generation.urls else "generation.workers", self.generation.shares
-        right, size = f"must be at most the batch of {self.batch_size} prompts", self.generation.prompts_per_request
-        require(shares <= self.batch_size, key, shares, right)
-        self.require(size is None or size <= self.batch_size, "generation.prompts_per_request", right)
-        right = 'must be null with placement "inline", where nothing is sent'
-        self.require(size is None or self.placement != "inline", "generation.prompts_per_request", right)
+        rule, size = f"must be at most the batch of {self.batch_size} prompts", self.generation.prompts_per_request
+        require(shares <= self.batch_size, key, shares, rule)
+        self.require(size is None or size <= self.batch_size, "generation.prompts_per_request", rule)
+        rule = 'must be null with placement "inline", where nothing is sent'
+        self.require(size is None or self.placement != "inline", "generation.prompts_per_request", rule)
 
     def _check_evaluation(self) -> None:
         """Refuse temperatures that an engine cannot sample at, and ends that can never come."""
         engine = self.generation.engine
         coldest = find(engine).coldest
-        right = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
-        self.require((self.eval_temperature or 1.0) >= coldest, "eval_temperature", right)
+        rule = f'must be at least {coldest:g} with generation.engine "{engine}", which samples no colder'
+        self.require((self.eval_temperature or 1.0) >= coldest, "eval_temperature", rule)
         name, stops = self.metric_for_best_model, self.early_stopping_patience is not None
         if name is None:
             self.leaves_out(["greater_is_better", "early_stopping_patience"], "without metric_for_best_model")
             return
-        right = 'must be a result of evaluations with early_stopping_patience, such as "eval_objective/scores"'
-        self.require(not stops or name.startswith("eval_"), "metric_for_best_model", right)
+        rule = 'must be a result of evaluations with early_stopping_patience, such as "eval_objective/scores"'
+        self.require(not stops or name.startswith("eval_"), "metric_for_best_model", rule)
         self.require(not stops or self.eval_steps > 0, "eval_steps", "must be at least 1 with early_stopping_patience")
         self.require(not self.eval_on_start or self.eval_steps > 0, "eval_on_start", "must be false without eval_steps")
 
@@ -326,51 +326,51 @@ class OnlineConfig(SizesConfig):
             elsewhere = f'with placement "{self.placement}", which has no processes of its own'
             self.leaves_out(["generation.workers", "generation.device"], elsewhere)
         alone = "adapters" in find(self.generation.engine).supports and self.placement != "server"
-        right = f'must be "merged" but with generation.engine {able("adapters")} in placement "process" or "inline"'
-        self.require(self.lora.publish == "merged" or alone, "lora.publish", right)
+        rule = f'must be "merged" but with generation.engine {able("adapters")} in placement "process" or "inline"'
+        self.require(self.lora.publish == "merged" or alone, "lora.publish", rule)
         measured, in_flight = self.generation.mismatch_samples > 0, self.generation.in_flight
-        right = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
-        self.require(self.lora.publish == "merged" or measured, "generation.mismatch_samples", right)
-        right = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
-        self.require(not in_flight or self.staleness >= 1, "staleness", right)
+        rule = 'must be above 0 with lora.publish "adapter": nothing else shows that vLLM has taken the adapter'
+        self.require(self.lora.publish == "merged" or measured, "generation.mismatch_samples", rule)
+        rule = "must be at least 1 with generation.in_flight: else there are never weights to load meanwhile"
+        self.require(not in_flight or self.staleness >= 1, "staleness", rule)
 
     def _check_router_replay(self) -> None:
         """Refuse what brings no routes, or brings more than one for a token."""
-        right = f"must be false unless generation.engine is {able('routes')}, which say where each token was sent"
-        self.require("routes" in find(self.generation.engine).supports, "router_replay", right)
-        right = "must be false with generation.in_flight: new weights read all tokens again, and send them elsewhere"
-        self.require(not self.generation.in_flight, "router_replay", right)
-        right = "must be false with torch_compile, which would compile a block again for each layer's routes"
-        self.require(not self.torch_compile, "router_replay", right)
+        rule = f"must be false unless generation.engine is {able('routes')}, which say where each token was sent"
+        self.require("routes" in find(self.generation.engine).supports, "router_replay", rule)
+        rule = "must be false with generation.in_flight: new weights read all tokens again, and send them elsewhere"
+        self.require(not self.generation.in_flight, "router_replay", rule)
+        rule = "must be false with torch_compile, which would compile a block again for each layer's routes"
+        self.require(not self.torch_compile, "router_replay", rule)
 
     def _check_precision_and_penalty(self) -> None:
         """Refuse keys that would have no effect, and penalties that would reward."""
-        right = "must be false with bf16: there is one type to compute in"
-        self.require(not (self.in_bfloat16 and self.fp16), "fp16", right)
-        right = "must be false without bf16 and fp16, where everything is float32"
-        self.require(self.bf16 is not False or self.fp16 or not self.head_float32, "head_float32", right)
+        rule = "must be false with bf16: there is one type to compute in"
+        self.require(not (self.in_bfloat16 and self.fp16), "fp16", rule)
+        rule = "must be false without bf16 and fp16, where everything is float32"
+        self.require(self.bf16 is not False or self.fp16 or not self.head_float32, "head_float32", rule)
         if self.optimizer == "adafactor":
             names = ("adam_beta1", "adam_beta2", "adam_epsilon")
             self.leaves_out(names, 'with optimizer "adafactor", which has no such number')
-        right = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
-        self.require(self.non_eos_penalty != "add" or self.penalty_reward_value <= 0, "penalty_reward_value", right)
+        rule = 'must be at most 0 with non_eos_penalty "add": what is cut off would be rewarded for it'
+        self.require(self.non_eos_penalty != "add" or self.penalty_reward_value <= 0, "penalty_reward_value", rule)
 
     def _check_deterministic(self) -> None:
         """Refuse what cannot be repeated, or cannot be told to be."""
         if not self.deterministic:
             return
-        right = "must be a number or null with deterministic: another time, other memory may be left"
+        rule = "must be a number or null with deterministic: another time, other memory may be left"
         for name in ("max_tokens_per_pass", "annotate_max_tokens"):
-            self.require(getattr(self, name) != "auto", name, right)
-        right = "must be false with generation.in_flight: which weights draw a token depends on timing"
-        self.require(not self.generation.in_flight, "deterministic", right)
-        right = "must be false with generation.seed_per_request false: nothing says what is sampled"
-        self.require(self.generation.seed_per_request, "deterministic", right)
-        right = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
-        self.require(self.placement != "server", "deterministic", right)
+            self.require(getattr(self, name) != "auto", name, rule)
+        rule = "must be false with generation.in_flight: which weights draw a token depends on timing"
+        self.require(not self.generation.in_flight, "deterministic", rule)
+        rule = "must be false with generation.seed_per_request false: nothing says what is sampled"
+        self.require(self.generation.seed_per_request, "deterministic", rule)
+        rule = "must be false with servers: start them with VLLM_BATCH_INVARIANT=1, which cannot be seen from here"
+        self.require(self.placement != "server", "deterministic", rule)
         engine = self.generation.engine
-        right = f'must be false with launch "ray" and engine "{engine}": its nodes have environments of their own'
-        self.require(self.launch == "local" or find(engine).environment is None, "deterministic", right)
+        rule = f'must be false with launch "ray" and engine "{engine}": its nodes have environments of their own'
+        self.require(self.launch == "local" or find(engine).environment is None, "deterministic", rule)
 
     def _check_parallel(self) -> None:
         """Refuse what does not work with a learner on several ranks."""
@@ -378,38 +378,38 @@ class OnlineConfig(SizesConfig):
         alone = f'must be "process" or "server" with parallel.ranks above 1 and generation.engine "{engine}"'
         in_turn = self.placement == "inline" and "policy" not in find(engine).supports
         self.require(parallel.ranks == 1 or not in_turn, "generation.placement", alone)
-        right = 'must be "merged" with weights spread over ranks (parallel.strategy)'
+        rule = 'must be "merged" with weights spread over ranks (parallel.strategy)'
         spread = parallel.ranks > 1 and parallel.strategy in ("fsdp", "zero3")
-        self.require(not spread or self.lora.publish == "merged", "lora.publish", right)
+        self.require(not spread or self.lora.publish == "merged", "lora.publish", rule)
         parallel.require_format(self.checkpoint_format)
-        right = "must be null with weights spread over ranks (parallel.strategy)"
-        self.require(not spread or self.lora.base_bits is None, "lora.base_bits", right)
-        right = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
-        self.require(parallel.strategy != "zero3" or not self.offload_frozen, "offload_frozen", right)
+        rule = "must be null with weights spread over ranks (parallel.strategy)"
+        self.require(not spread or self.lora.base_bits is None, "lora.base_bits", rule)
+        rule = 'must be false with parallel.strategy "zero3", whose parallel.cpu_offload does the same'
+        self.require(parallel.strategy != "zero3" or not self.offload_frozen, "offload_frozen", rule)
 
     def _check_own_devices(self) -> None:
         """Refuse a device for a frozen model that is somewhere else."""
-        right = "must be null with ray.reward_workers, which have devices of their own (ray.reward_num_gpus)"
-        self.require(self.reward_model_device is None or self.ray.reward_workers == 0, "reward_model_device", right)
-        right = "must be false with reward_model_device and reference_device, where frozen models are alone"
-        self.require(not self.own_devices or not self.offload_frozen, "offload_frozen", right)
+        rule = "must be null with ray.reward_workers, which have devices of their own (ray.reward_num_gpus)"
+        self.require(self.reward_model_device is None or self.ray.reward_workers == 0, "reward_model_device", rule)
+        rule = "must be false with reward_model_device and reference_device, where frozen models are alone"
+        self.require(not self.own_devices or not self.offload_frozen, "offload_frozen", rule)
 
     def _check_launch(self) -> None:
         """Nothing that would be ignored may be set."""
         if self.launch == "local":
             self.ray.leaves_out([item.name for item in fields(RayConfig)], 'unless launch is "ray"', "ray.")
             return
-        right = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
-        self.require(self.annotate_max_tokens != "auto" or self.ray.reward_workers == 0, "annotate_max_tokens", right)
-        right = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
-        self.require(self.placement == "process", "generation.placement", right)
-        right = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
-        self.require(self.generation.device is None, "generation.device", right)
+        rule = "must be a number or null with ray.reward_workers: what fits there cannot be seen from here"
+        self.require(self.annotate_max_tokens != "auto" or self.ray.reward_workers == 0, "annotate_max_tokens", rule)
+        rule = 'must be "process", or "auto" with a staleness of at least 1, with launch "ray"'
+        self.require(self.placement == "process", "generation.placement", rule)
+        rule = 'must be null with launch "ray": ray.num_gpus says whether generators run on GPUs'
+        self.require(self.generation.device is None, "generation.device", rule)
         gpus = self.generation.vllm.tensor_parallel_size
-        right = f"must be {gpus}, as generation.vllm.tensor_parallel_size says, or 0 to sample on CPUs"
-        self.require(gpus == 1 or self.ray.num_gpus in (0, gpus), "ray.num_gpus", right)
-        right = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
-        self.require(self.lora.publish == "merged", "lora.publish", right)
+        rule = f"must be {gpus}, as generation.vllm.tensor_parallel_size says, or 0 to sample on CPUs"
+        self.require(gpus == 1 or self.ray.num_gpus in (0, gpus), "ray.num_gpus", rule)
+        rule = 'must be "merged" with launch "ray": the weights below the adapters would have to be on every node'
+        self.require(self.lora.publish == "merged", "lora.publish", rule)
 
     @property
     def resuming(self) -> bool:

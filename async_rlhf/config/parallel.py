@@ -90,26 +90,26 @@ class ParallelConfig(SharedConfig):
     that follow from the configuration here must not be set."""
 
     def check(self) -> None:
-        right = 'must be empty unless strategy is "zero1", "zero2" or "zero3"'
-        self.require(self.strategy not in ("ddp", "fsdp") or not self.deepspeed, "deepspeed", right)
+        rule = 'must be empty unless strategy is "zero1", "zero2" or "zero3"'
+        self.require(self.strategy not in ("ddp", "fsdp") or not self.deepspeed, "deepspeed", rule)
         for name in DECIDED:
-            right = "must be left out: it follows from the keys of train"
-            require(name not in self.deepspeed, f"deepspeed.{name}", self.deepspeed.get(name), right)
-        right = "must be left out of deepspeed.zero_optimization: strategy says it"
+            rule = "must be left out: it follows from the keys of train"
+            require(name not in self.deepspeed, f"deepspeed.{name}", self.deepspeed.get(name), rule)
+        rule = "must be left out of deepspeed.zero_optimization: strategy says it"
         zero_options = self.deepspeed.get("zero_optimization", {})
         right_kind = 'must be a mapping, such as {"stage3_prefetch_bucket_size": 5e7}'
         require(isinstance(zero_options, dict), "deepspeed.zero_optimization", zero_options, right_kind)
         stage = zero_options.get("stage")
-        require(stage is None, "deepspeed.zero_optimization.stage", stage, right)
-        right, size = 'must be false with strategy "ddp": nothing is spread', self.shard_size
-        self.require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", right)
-        right = f"must divide the {self.ranks} ranks (parallel.ranks)"
-        self.require(size is None or self.ranks % size == 0, "shard_size", right)
-        self.require(self.ranks % self.context_parallel == 0, "context_parallel", right)
-        fsdp, right = self.strategy in ("auto", "fsdp"), 'unless strategy is "fsdp"'
-        self.require(fsdp or size is None, "shard_size", f"must be null {right}")
-        self.require(fsdp or self.reduce == "every_pass", "reduce", f"must be left out {right}")
-        self.require(fsdp or self.reshard_after_forward, "reshard_after_forward", f"must be true {right}")
+        require(stage is None, "deepspeed.zero_optimization.stage", stage, rule)
+        rule, size = 'must be false with strategy "ddp": nothing is spread', self.shard_size
+        self.require(self.strategy != "ddp" or not self.cpu_offload, "cpu_offload", rule)
+        rule = f"must divide the {self.ranks} ranks (parallel.ranks)"
+        self.require(size is None or self.ranks % size == 0, "shard_size", rule)
+        self.require(self.ranks % self.context_parallel == 0, "context_parallel", rule)
+        fsdp, condition = self.strategy in ("auto", "fsdp"), 'unless strategy is "fsdp"'
+        self.require(fsdp or size is None, "shard_size", f"must be null {condition}")
+        self.require(fsdp or self.reduce == "every_pass", "reduce", f"must be left out {condition}")
+        self.require(fsdp or self.reshard_after_forward, "reshard_after_forward", f"must be true {condition}")
 
     def require_size(self, parameters: int, rounded: bool) -> None:
         """Require a model that "zero3" spreads. It gathers float32, and autocast keeps the rounded copy of each layer
@@ -125,7 +125,7 @@ class ParallelConfig(SharedConfig):
 
     def require_format(self, checkpoints: str) -> None:
         """Require a format of checkpoints that the strategy has."""
-        right = f'must be "whole" or "auto" with parallel.strategy "{self.strategy}"'
-        right += ": DeepSpeed lays out the optimiser its own way"
+        rule = f'must be "whole" or "auto" with parallel.strategy "{self.strategy}"'
+        rule += ": DeepSpeed lays out the optimiser its own way"
         zero = self.ranks > 1 and self.strategy.startswith("zero")
-        require(not zero or checkpoints != "sharded", "checkpoint_format", checkpoints, right)
+        require(not zero or checkpoints != "sharded", "checkpoint_format", checkpoints, rule)

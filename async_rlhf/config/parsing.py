@@ -55,13 +55,13 @@ class Option(NamedTuple):
     @property
     def more(self) -> str:
         """Its rules, role, and what may change on resume."""
-        rules = [right.partition(": ")[0] for right in rights_of(self.known)]
+        rules = [rule.partition(": ")[0] for rule in rights_of(self.known)]
         rules = [rule.removeprefix("must be ") for rule in rules if rule.startswith("must be ")]
-        found = f" Must be {' and '.join(rules)}." if rules else ""
-        found += f" [{self.known['role']}]" if self.known.get("role", "result") != "result" else ""
+        text = f" Must be {' and '.join(rules)}." if rules else ""
+        text += f" [{self.known['role']}]" if self.known.get("role", "result") != "result" else ""
         for name, title in (("may_change", "may change on resume"), ("must_stay", "must stay on resume")):
-            found += f" [{title}: {self.known[name]}]" if self.known.get(name) else ""
-        return found
+            text += f" [{title}: {self.known[name]}]" if self.known.get(name) else ""
+        return text
 
 
 def options_of(kind: type[Checked], prefix: str = "", instance: Any = None) -> Iterator[Option]:
@@ -113,7 +113,7 @@ def parse(
     known = {option.key: option.hint for option in options_of(whole)}
     values = _Values(known, command)
     try:
-        values.put(read, place=lambda key: f"{places.get(key, 'the file')}: ")
+        values.put(read, location=lambda key: f"{places.get(key, 'the file')}: ")
         values.put_environment()
         values.put_words(words)
         variables = environment.checked_environment(values.get(environment.KEY))
@@ -148,7 +148,7 @@ class _Values:
         values: Mapping[str, Any],
         prefix: str = "",
         is_text: bool = False,
-        place: Callable[[str], str] = lambda key: "",
+        location: Callable[[str], str] = lambda key: "",
     ) -> None:
         """Set keys of a mapping that has groups as mappings, as a file has; errors of unknown keys name the place."""
         for name, value in values.items():
@@ -158,10 +158,10 @@ class _Values:
                 continue
             if key not in self.groups:
                 shown, nearest = key if key.isprintable() else repr(key), meant(key, self._options, "")
-                raise ConfigError(f"{shown}: {place(key)}async-rlhf {self._command} has no such key{nearest}")
+                raise ConfigError(f"{shown}: {location(key)}async-rlhf {self._command} has no such key{nearest}")
             value = parse_yaml(value, key) if is_text else value
             require(isinstance(value, Mapping), key, value, "must be a group of keys and their values")
-            self.put(value, f"{key}.", place=place)
+            self.put(value, f"{key}.", location=location)
 
     def put_environment(self) -> None:
         """Set keys by variables. A variable with our prefix that sets no key is misspelt, and warned of."""
@@ -179,7 +179,7 @@ class _Values:
         begun: set[str] = set()
         for key, text in _pairs(words, {name for name, hint in self._options.items() if hint is bool}):
             name, added = key.removesuffix("+"), key.endswith("+")
-            free = next((one for one in self._options if key.startswith(f"{one}.") and self._is_free(one)), None)
+            free = next((stem for stem in self._options if key.startswith(f"{stem}.") and self._is_free(stem)), None)
             if free is None and name not in {*self._options, *self.groups}:
                 option = f"--{name}" if name.isprintable() else repr(f"--{name}")
                 nearest = meant(name, self._options, "--")
@@ -197,7 +197,7 @@ class _Values:
     def _is_free(self, name: str) -> bool:
         """Whether a key holds keys of any name, as ``models`` does."""
         hint = self._options[name]
-        return any(get_origin(one) is dict for one in (hint, *get_args(hint)))
+        return any(get_origin(kind) is dict for kind in (hint, *get_args(hint)))
 
     def arguments(self, kind: type[Checked], prefix: str = "") -> dict[str, Any]:
         """What the class is called with: keys that are set, and groups of which one is set."""
@@ -295,18 +295,18 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 @cache
 def texts_of(kind: type) -> dict[str, str]:
     """The text below each field, of this class and those that it is made of."""
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__):
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
         try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         except (OSError, TypeError, SyntaxError):  # no source of its own, as of a class made while the program runs
             continue
         for item, below in itertools.pairwise(getattr(body, "body", ())):
             text = getattr(getattr(below, "value", None), "value", None) if isinstance(below, ast.Expr) else None
             target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
             if isinstance(target, ast.Name) and isinstance(text, str):
-                found[target.id] = " ".join(text.split())
-    return found
+                texts[target.id] = " ".join(text.split())
+    return texts
 
 
 def short_help(kind: type[Checked], command: str) -> str:
@@ -391,15 +391,15 @@ def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[s
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The file after the last ``--config``, and all other words."""
-    rest, found = [], None
+    rest, file = [], None
     words = iter(arguments)
     for word in words:
         if word == "--config" or word.startswith("--config="):
-            found = word.partition("=")[2] or next(words, "")
-            require(Path(found).is_file(), "--config", found, "there is no such file")
+            file = word.partition("=")[2] or next(words, "")
+            require(Path(file).is_file(), "--config", file, "there is no such file")
         else:
             rest.append(word)
-    return found, rest
+    return file, rest
 
 
 def _mapping(values: Any, file: str) -> dict[str, Any]:

@@ -39,8 +39,8 @@ class KLPenaltyConfig(OnlineConfig):
     def check(self) -> None:
         super().check()
         completions = self.batch_size * self.samples_per_prompt
-        right = f"must be at least the {completions} completions of a batch with kl.target"
-        self.require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", right)
+        rule = f"must be at least the {completions} completions of a batch with kl.target"
+        self.require(self.kl.target is None or self.kl.horizon >= completions, "kl.horizon", rule)
         self.require_whole(not self.kl.corrected, "kl.corrected", "false")
 
     @property
@@ -48,10 +48,10 @@ class KLPenaltyConfig(OnlineConfig):
         return self.kl
 
     def with_kl_coef(self, coef: float) -> KLPenaltyConfig:
-        own, kl = copy(self), copy(self.kl)
+        config, kl = copy(self), copy(self.kl)
         object.__setattr__(kl, "coef", coef)
-        object.__setattr__(own, "kl", kl)
-        return own
+        object.__setattr__(config, "kl", kl)
+        return config
 
 
 @configuration

@@ -43,11 +43,11 @@ class FunctionName:
         Raises:
             ConfigError: the name has another form, or arguments that are not literals.
         """
-        found = _FORM.fullmatch(name.strip())
-        if found is None:
+        match = _FORM.fullmatch(name.strip())
+        if match is None:
             raise ConfigError(f"{key}: got {name!r}; {FUNCTION}")
-        arguments = None if found["call"] is None else _arguments(found["call"], name, key)
-        return FunctionName(found["place"], found["attribute"], arguments)
+        arguments = None if match["call"] is None else _arguments(match["call"], name, key)
+        return FunctionName(match["place"], match["attribute"], arguments)
 
 
 def _arguments(call: str, name: str, key: str) -> dict[str, Any]:
@@ -106,10 +106,10 @@ class EndpointConfig(Checked):
 
     def require_public(self) -> None:
         """Require a URL, as an option of a reward function, which is written to run.yml."""
-        place = f"{self._group}url"
-        require(self.url is not None, place, self.url, "must be the URL of a server")
-        right = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
-        require(apart(self.url or "")[1] is None, place, "a URL with a password", right)
+        key = f"{self._group}url"
+        require(self.url is not None, key, self.url, "must be the URL of a server")
+        rule = "must have no user and password in it, as it is written to run.yml; use api_key_variable"
+        require(apart(self.url or "")[1] is None, key, "a URL with a password", rule)
 
 
 @configuration
@@ -134,5 +134,5 @@ class JudgeConfig(EndpointConfig):
 
 def check_rewards(judged: bool, reward_model: object) -> None:
     """Require something to train on; the reward model is for the error."""
-    right = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
-    require(judged, "reward_model", reward_model, right)
+    rule = "give a reward_model, reward_funcs, an environment or an agent, or several of them"
+    require(judged, "reward_model", reward_model, rule)

@@ -31,10 +31,10 @@ def is_masked(url: str) -> bool:
 
 def apart(url: str) -> tuple[str, tuple[str, str] | None]:
     """A URL without user and password, and the two apart: libraries log the URL and name it in errors."""
-    place = urlsplit(url)
-    user, at, host = place.netloc.rpartition("@")
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
     name, _, password = user.partition(":")
-    return place._replace(netloc=host).geturl(), (unquote(name), unquote(password)) if at else None
+    return parts._replace(netloc=host).geturl(), (unquote(name), unquote(password)) if at else None
 
 
 def without_secrets(values: Any, hidden: str | None = None, key: str = "") -> Any:

@@ -98,45 +98,45 @@ class SizesConfig(TrainingConfig):
         )
         if completions is not None:
             nearest = max(1, round(completions / per_unit)) * per_unit
-            right = (
+            rule = (
                 f"must be a multiple of samples_per_prompt {self.samples_per_prompt} x num_mini_batches "
                 f"{self.num_mini_batches}, such as {nearest}"
             )
-            self.require(completions % per_unit == 0, "completions_per_batch", right)
+            self.require(completions % per_unit == 0, "completions_per_batch", rule)
             agree = self.gradient_accumulation_steps == 1 or self.prompts_by_passes == self.batch_size
-            right = (
+            rule = (
                 f"must be {self.prompts_by_passes * self.samples_per_prompt}, as {factors} x samples_per_prompt "
                 f"{self.samples_per_prompt} say, or gradient_accumulation_steps be left out"
             )
-            self.require(agree, "completions_per_batch", right)
+            self.require(agree, "completions_per_batch", rule)
         said, size = factors if completions is None else f"completions_per_batch {completions}", self.batch_size
         for name, idle in (("batches", (None,)), ("total_episodes", (None, _ONCE_THE_DEFAULT))):
-            right = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
+            rule = f"must be null with {name} {getattr(self, name)}: both say how long the run is"
             free = self.num_train_epochs is None or getattr(self, name) in idle
-            self.require(free, "num_train_epochs", right)
+            self.require(free, "num_train_epochs", rule)
         prompts = self.total_episodes
         said_twice = self.batches is not None or self.num_train_epochs is not None
         if prompts is None or (said_twice and prompts == _ONCE_THE_DEFAULT):
             return
         if self.batches is not None:
-            right = (
+            rule = (
                 f"must be {prompts / size:g}, as total_episodes {prompts} of {size} prompts a batch says, or one of "
                 "the two be left out"
             )
-            self.require(prompts == self.batches * size, "batches", right)
+            self.require(prompts == self.batches * size, "batches", rule)
         nearest = max(1, round(prompts / size)) * size
-        right = f"must be a multiple of the batch of {size} prompts ({said}), such as {nearest}; or say batches instead"
-        self.require(prompts % size == 0, "total_episodes", right)
+        rule = f"must be a multiple of the batch of {size} prompts ({said}), such as {nearest}; or say batches instead"
+        self.require(prompts % size == 0, "total_episodes", rule)
 
     def _check_trained(self) -> None:
         """Refuse to choose among prompts that cannot be told apart, or that are not there."""
         most, size, steps = self.trained_prompts, self.batch_size, self.num_mini_batches
-        right = f"must be at most {size}, the prompts of a batch; completions_per_batch says how many are sampled"
-        self.require(most is None or most <= size, "trained_prompts", right)
-        right = f"must be a multiple of num_mini_batches {steps}, which divides them"
-        self.require(most is None or most % steps == 0, "trained_prompts", right)
-        right = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
-        self.require(most is None or self.samples_per_prompt > 1, "trained_prompts", right)
+        rule = f"must be at most {size}, the prompts of a batch; completions_per_batch says how many are sampled"
+        self.require(most is None or most <= size, "trained_prompts", rule)
+        rule = f"must be a multiple of num_mini_batches {steps}, which divides them"
+        self.require(most is None or most % steps == 0, "trained_prompts", rule)
+        rule = "must be null with samples_per_prompt 1: the rewards of a single completion cannot differ"
+        self.require(most is None or self.samples_per_prompt > 1, "trained_prompts", rule)
 
     @property
     def units_by_pass(self) -> int:
@@ -175,8 +175,8 @@ class SizesConfig(TrainingConfig):
         """B, batches of the whole run."""
         if self.batches is not None:
             return self.batches
-        right = "says how long the run is only together with the data; use with_rows"
-        self.require(self.epochs is None, "num_train_epochs", right)
+        rule = "says how long the run is only together with the data; use with_rows"
+        self.require(self.epochs is None, "num_train_epochs", rule)
         return (self.total_episodes or 0) // self.batch_size
 
     @property

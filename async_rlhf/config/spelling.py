@@ -55,8 +55,8 @@ def meant(key: str, known: Collection[str], dashes: str) -> str:
     """The end of an error: which key may be meant, with what stands before it; nothing if none is like it."""
     if elsewhere := _OF_OTHERS.get(key.rpartition(".")[2]):
         return f"; {elsewhere}"
-    found = nearest(key, known)
-    return "" if found is None else f"; did you mean {dashes}{found}?"
+    candidate = nearest(key, known)
+    return "" if candidate is None else f"; did you mean {dashes}{candidate}?"
 
 
 def nearest(key: str, known: Collection[str]) -> str | None:

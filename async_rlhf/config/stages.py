@@ -44,12 +44,12 @@ class NewModelConfig(Checked):
     """The body, as transformers names it: "gpt_neox" (Pythia), "llama", "qwen2" or "qwen3"."""
 
     def check(self) -> None:
-        right = f"must be a multiple of num_heads ({self.num_heads})"
-        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", right)
-        right = (
+        rule = f"must be a multiple of num_heads ({self.num_heads})"
+        self.require(self.hidden_size % self.num_heads == 0, "hidden_size", rule)
+        rule = (
             f"must be an even multiple of num_heads ({self.num_heads}): rotary positions turn pairs of a head's numbers"
         )
-        self.require(self.hidden_size // self.num_heads % 2 == 0, "hidden_size", right)
+        self.require(self.hidden_size // self.num_heads % 2 == 0, "hidden_size", rule)
 
 
 @configuration
@@ -165,8 +165,8 @@ class SFTConfig(StageConfig):
 
     def check(self) -> None:
         super().check()
-        one = self.model is None or self.tokenizer is None
-        self.require(one, "tokenizer", "must be null with model, which has its own")
+        alone = self.model is None or self.tokenizer is None
+        self.require(alone, "tokenizer", "must be null with model, which has its own")
         if self.model is not None:
             self.leaves_out([f"new_model.{item.name}" for item in fields(NewModelConfig)], "with model: none is made")
         if self.tokenizer is not None:
@@ -211,8 +211,8 @@ class PairsConfig(SamplingConfig, RewardedConfig):
         self.require(self.prompts is not None, "prompts", "give a file, a folder, or a name on the hub")
         self.check_judge()
         most = self.samples_per_prompt // 2
-        right = f"must be 1 to {most}: half of samples_per_prompt"
-        self.require(1 <= self.pairs_per_prompt <= most, "pairs_per_prompt", right)
+        rule = f"must be 1 to {most}: half of samples_per_prompt"
+        self.require(1 <= self.pairs_per_prompt <= most, "pairs_per_prompt", rule)
 
 
 SAMPLED = (

@@ -58,15 +58,15 @@ class _Loader(yaml.SafeLoader):
         self._aliases += is_alias
         node = super().compose_node(parent, index)
         if is_alias and (self._aliases > MAX_ALIASES or id(node) not in self._whole):
-            right = f"more than {MAX_ALIASES} aliases" if id(node) in self._whole else "holds itself, by an alias"
-            raise _RefusedError(None, None, right, mark)
+            fault = f"more than {MAX_ALIASES} aliases" if id(node) in self._whole else "holds itself, by an alias"
+            raise _RefusedError(None, None, fault, mark)
         if isinstance(node, yaml.ScalarNode) and (problem := problem_of_text(node.value)):
             raise _RefusedError(None, None, f"got {node.value[:60]!r}; {problem}", mark)
         if node is not None and node.tag.removeprefix(_TAGS) not in _KINDS:
             raise _RefusedError(None, None, f"got the tag {node.tag.replace(_TAGS, '!!')}; must be without it", mark)
         if isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAGS}int" and len(node.value) > MAX_DIGITS:
-            right = f"has a number with more than {MAX_DIGITS} digits; must be an integer of at most 64 bits"
-            raise _RefusedError(None, None, right, mark)
+            fault = f"has a number with more than {MAX_DIGITS} digits; must be an integer of at most 64 bits"
+            raise _RefusedError(None, None, fault, mark)
         if isinstance(node, yaml.MappingNode) and not is_alias:
             self._check_keys(node)
         self._whole.add(id(node))
@@ -79,8 +79,8 @@ class _Loader(yaml.SafeLoader):
                 continue
             if key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                right = f"got {shown!r:.200} as a key; must be text, in quotes where it reads otherwise"
-                raise _RefusedError(None, None, right, key.start_mark)
+                fault = f"got {shown!r:.200} as a key; must be text, in quotes where it reads otherwise"
+                raise _RefusedError(None, None, fault, key.start_mark)
             now = key.start_mark.line + 1, self._text[value.start_mark.index : value.end_mark.index].strip()
             before = seen.get(key.value)
             if before is not None and self._repeated is None:
@@ -110,32 +110,32 @@ def read_yaml(path: str, key: str, repeated: list[Repeated] | None = None) -> An
     Raises:
         ConfigError: it cannot be read, or is not YAML that a configuration can be; names file and line.
     """
-    place = f"{key}: {path!r}"
+    prefix = f"{key}: {path!r}"
     try:
         with Path(path).open("rb") as file:
             raw = file.read(4 * MAX_CHARACTERS + 1)
         text = raw.decode("utf-8-sig")
     except (OSError, ValueError) as error:  # UnicodeDecodeError is one
-        raise ConfigError(f"{place}: {error}; must be a text file in UTF-8") from error
-    return parse_yaml(text, place, repeated)
+        raise ConfigError(f"{prefix}: {error}; must be a text file in UTF-8") from error
+    return parse_yaml(text, prefix, repeated)
 
 
-def parse_yaml(text: str, place: str, repeated: list[Repeated] | None = None) -> Any:
+def parse_yaml(text: str, prefix: str, repeated: list[Repeated] | None = None) -> Any:
     """The value of a YAML text.
 
     Args:
         text: all of it.
-        place: what errors begin with.
+        prefix: what errors begin with.
         repeated: see :func:`read_yaml`.
 
     Raises:
         ConfigError: it is not YAML that a configuration can be; names the line.
     """
     if text.startswith("\ufeff"):  # YAML would skip it
-        raise ConfigError(f"{place} begins with a byte-order mark; must be without it")
-    right = f"must be at most {MAX_CHARACTERS} characters"
+        raise ConfigError(f"{prefix} begins with a byte-order mark; must be without it")
+    rule = f"must be at most {MAX_CHARACTERS} characters"
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"{place} has {len(text)} characters or more; {right}")
+        raise ConfigError(f"{prefix} has {len(text)} characters or more; {rule}")
     try:
         return _Loader(text, repeated).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -143,12 +143,12 @@ def parse_yaml(text: str, place: str, repeated: list[Repeated] | None = None) ->
         line = "" if mark is None else f", line {mark.line + 1}"
         what = " ".join(filter(None, (error.context, error.problem)))
         is_yaml = "" if isinstance(error, _RefusedError) else "is no YAML: "
-        raise ConfigError(f"{place}{line}: {is_yaml}{what}") from error
+        raise ConfigError(f"{prefix}{line}: {is_yaml}{what}") from error
     except RecursionError:
-        raise ConfigError(f"{place}: is no YAML: lists or mappings too deep in each other") from None
+        raise ConfigError(f"{prefix}: is no YAML: lists or mappings too deep in each other") from None
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         why = " ".join(str(error).split())[:300]  # such as ValueError: a tag on a value of another type
-        raise ConfigError(f"{place}: is no YAML: {why}") from error
+        raise ConfigError(f"{prefix}: is no YAML: {why}") from error
 
 
 def reads_as_number(text: str) -> bool:

@@ -41,7 +41,7 @@ class OutOfStepError(RuntimeError):
 class Ranks:
     """This process among the learner's ranks, and their collectives. Made without arguments, it is the only rank.
 
-    Every rank must make every call in the same order: they are collectives. ``place`` names the point in the program.
+    Every rank must make every call in the same order: they are collectives. ``point`` names the place in the program.
 
     Args:
         rank: of this process, from 0.
@@ -62,50 +62,50 @@ class Ranks:
         """Whether this is rank 0, which alone has generators, reward functions, callbacks and logs."""
         return self.rank == 0
 
-    def barrier(self, place: str) -> None:
-        """Wait for every rank to reach this place, before something in which all take part.
+    def barrier(self, point: str) -> None:
+        """Wait for every rank to reach this point, before something in which all take part.
 
         Raises:
-            OutOfStepError: another rank is at another place: it has left out a collective or made one too many.
+            OutOfStepError: another rank is at another point: it has left out a collective or made one too many.
         """
         if self.count == 1:
             return
-        mine = torch.frombuffer(bytearray(place.encode()[:_LETTERS].ljust(_LETTERS)), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.count)]
-        dist.all_gather(found, mine, group=self.group)
-        for rank, theirs in enumerate(found):
+        mine = torch.frombuffer(bytearray(point.encode()[:_LETTERS].ljust(_LETTERS)), dtype=torch.uint8)
+        points = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(points, mine, group=self.group)
+        for rank, theirs in enumerate(points):
             if not torch.equal(theirs, mine):
                 other = bytes(theirs.tolist()).decode(errors="replace").rstrip()
                 raise OutOfStepError(
-                    f"ranks are out of step: rank {self.rank} has come to {place!r}, rank {rank} to {other!r}"
+                    f"ranks are out of step: rank {self.rank} has come to {point!r}, rank {rank} to {other!r}"
                 )
 
-    def broadcast(self, place: str, compute: Callable[[], T]) -> T:
+    def broadcast(self, point: str, compute: Callable[[], T]) -> T:
         """Broadcast what rank 0 computes; it is pickled. The others compute nothing."""
         if self.count == 1:
             return compute()
         box: list[Any] = [compute() if self.is_main else None]
-        self.barrier(place)
+        self.barrier(point)
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def gather(self, place: str, value: T) -> list[T]:
+    def gather(self, point: str, value: T) -> list[T]:
         """Every rank's value, which is pickled, in the order of ranks, on every rank."""
         if self.count == 1:
             return [value]
-        self.barrier(place)
+        self.barrier(point)
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def collect(self, place: str, value: T) -> Iterator[T]:
+    def collect(self, point: str, value: T) -> Iterator[T]:
         """Every rank's value, in the order of ranks, on rank 0; none on the others. Arrays are not pickled.
 
         They arrive as they are asked for, so rank 0 must ask for all of them before the next collective.
         """
         if self.count == 1:
             return iter((value,))
-        self.barrier(place)
+        self.barrier(point)
         if self.is_main:
             return chain((value,), map(self._receive, range(1, self.count)))
         self._send(value, 0)
@@ -185,9 +185,9 @@ WHOLE = ContextGroup()
 
 
 def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+    output = torch.empty_like(parts)
+    dist.all_to_all_single(output, parts, group=group)
+    return output
 
 
 class _Exchange(torch.autograd.Function):

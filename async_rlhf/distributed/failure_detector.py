@@ -173,8 +173,8 @@ def open_port(host: str) -> GuardedPort:
 def _described(error: BaseException) -> str:
     """The error and the place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[: _LONGEST // 8]}{place}"
+    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[: _LONGEST // 8]}{location}"
 
 
 def _notice_lost_hosts(connection: socket.socket) -> None:

@@ -132,15 +132,15 @@ class Parallel:
 
         Every rank must call it; the others get nothing.
         """
-        found, places = {}, set()
+        moments, places = {}, set()
         for name, tensor in self.own_moments().items():
             whole = self.whole(tensor)
             if self.ranks.is_main:
                 whole = whole.cpu()
                 # A table that several parameters share would be refused by the file format.
-                found[name] = whole.clone() if whole.data_ptr() in places else whole
+                moments[name] = whole.clone() if whole.data_ptr() in places else whole
                 places.add(whole.data_ptr())
-        return found
+        return moments
 
     def own_moments(self) -> dict[str, Tensor]:
         """The same, but this rank's share of each, and where it lies.
@@ -148,21 +148,21 @@ class Parallel:
         Raises:
             TypeError: an optimiser of the user's keeps something else than tensors and integers.
         """
-        found = {}
+        moments = {}
         for i, parameter in enumerate(self.trained):
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, (int, Tensor)):
                     kind = f"{type(self.optimizer).__name__} whose {name!r} is a {type(value).__name__}"
                     raise TypeError(f"optimizers: got {kind}; must hold tensors and integers, as checkpoints do")
                 # bitsandbytes counts its steps by a Python integer.
-                found[f"{i}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
-        return found
+                moments[f"{i}.{name}"] = torch.tensor(value) if isinstance(value, int) else value
+        return moments
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Restore what :meth:`moments` or :meth:`own_moments` returned; the groups' learning rates stay as they are."""
         groups = self.optimizer.param_groups
-        place = {id(parameter): i for i, parameter in enumerate(p for group in groups for p in group["params"])}
-        places = [place[id(parameter)] for parameter in self.trained]
+        indices = {id(parameter): i for i, parameter in enumerate(p for group in groups for p in group["params"])}
+        places = [indices[id(parameter)] for parameter in self.trained]
         state: dict[int, dict[str, Any]] = {}
         for key, tensor in moments.items():
             number, _, name = key.partition(".")
@@ -200,10 +200,10 @@ class Parallel:
         """Memory for this rank's share of a tensor of that whole size that belongs to that trained parameter."""
         return torch.empty(size, dtype=dtype)
 
-    def barrier(self, place: str, model: nn.Module) -> None:
+    def barrier(self, point: str, model: nn.Module) -> None:
         """Wait for all ranks before something that needs every rank's share of a model's weights."""
         if self.is_sharded:
-            self.ranks.barrier(place)
+            self.ranks.barrier(point)
             self.reshard(model)
 
     def reshard(self, model: nn.Module) -> None:

@@ -101,10 +101,10 @@ def connect(config: OnlineConfig) -> None:
     logger.info("Ray: %s", describe_nodes())
     wanted = [("generation.workers", config.generation.workers, generator_place(config.ray))]
     wanted.append(("ray.reward_workers", config.ray.reward_workers, reward_place(config.ray)))
-    for key, number, place in wanted:
-        room = sum(place.times_on(node) for node in nodes)
-        right = f"must be at most {room}: each needs {place}, and the cluster has {describe_nodes()}"
-        require(number <= room, key, number, right)
+    for key, number, resources in wanted:
+        room = sum(resources.times_on(node) for node in nodes)
+        rule = f"must be at most {room}: each needs {resources}, and the cluster has {describe_nodes()}"
+        require(number <= room, key, number, rule)
 
 
 def connect_to(cluster: str | None, runtime_env: Mapping[str, Any] | None = None) -> None:
@@ -132,8 +132,8 @@ def connect_to(cluster: str | None, runtime_env: Mapping[str, Any] | None = None
                 logging_level=logging.WARNING,
             )
     except (OSError, ValueError, RuntimeError) as error:
-        right = "must be the address of a running Ray cluster (ray start --head) of the same Ray and Python"
-        raise ConfigError(f"{key}: got {address!r}; {right}: {error}") from error
+        rule = "must be the address of a running Ray cluster (ray start --head) of the same Ray and Python"
+        raise ConfigError(f"{key}: got {address!r}; {rule}: {error}") from error
 
 
 @contextmanager
@@ -155,8 +155,8 @@ def describe_nodes() -> str:
     words = []
     for node in nodes:
         labels = {name: value for name, value in node["Labels"].items() if not name.startswith("ray.io/node-")}
-        place = Place(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0), labels)
-        words.append(f"{node['NodeManagerAddress']} ({place})")
+        resources = Place(node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0), labels)
+        words.append(f"{node['NodeManagerAddress']} ({resources})")
     return f"{len(nodes)} nodes: {', '.join(words)}"
 
 
@@ -183,7 +183,7 @@ class Actor:
         label: its name in messages.
         kind: its class, a :class:`Signs`.
         arguments: of its constructor.
-        place: what it needs.
+        resources: what it needs.
         room_timeout: seconds that it may take to be placed and started.
         environment: variables that its process needs.
     """
@@ -193,13 +193,13 @@ class Actor:
         label: str,
         kind: type[Signs],
         arguments: tuple[Any, ...],
-        place: Place,
+        resources: Place,
         room_timeout: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.label, self.place, self.room_timeout = label, place, room_timeout
+        self.label, self.resources, self.room_timeout = label, resources, room_timeout
         groups = {"work": 1, "weights": 1, "signs": 1}  # threads
-        options = place.options()
+        options = resources.options()
         if environment:
             options["runtime_env"] = {"env_vars": dict(environment)}
         self._remote = ray.remote(concurrency_groups=groups)(kind).options(**options)
@@ -267,7 +267,7 @@ class Actor:
 
     def _wait_for_room(self, seconds: float) -> None:
         last = "" if self._died == "died" else f"; at the last attempt it {self._died}"
-        needs = f"it needs {self.place}; the cluster has {describe_nodes()}{last}"
+        needs = f"it needs {self.resources}; the cluster has {describe_nodes()}{last}"
         if seconds > self.room_timeout:
             raise NoRoomError(
                 f"{self.label} was not started within {self.room_timeout:g} s (ray.room_timeout): {needs}"

@@ -45,11 +45,11 @@ def run_tasks(
         connect_to(None)
     logger.info("Ray: %s", describe_nodes())
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    right = f"must fit on a node, as the CPUs of each run; the cluster has {describe_nodes()}"
-    require(any(node.get("CPU", 0) >= num_cpus for node in nodes), "threads", num_cpus, right)
-    right = f"must fit on a node, with {num_cpus:g} CPUs for each run; the cluster has {describe_nodes()}"
+    rule = f"must fit on a node, as the CPUs of each run; the cluster has {describe_nodes()}"
+    require(any(node.get("CPU", 0) >= num_cpus for node in nodes), "threads", num_cpus, rule)
+    rule = f"must fit on a node, with {num_cpus:g} CPUs for each run; the cluster has {describe_nodes()}"
     fits = any(node.get("CPU", 0) >= num_cpus and node.get("GPU", 0) >= num_gpus for node in nodes)
-    require(fits, "gpus", num_gpus, right)
+    require(fits, "gpus", num_gpus, rule)
     here = os.getcwd()
 
     def call(item: Any) -> T:

@@ -67,7 +67,7 @@ class Row(NamedTuple):
     number: int
     """Its number among the prompt's K samples."""
     sample: Sample
-    place: int
+    index: int
     """Of the prompt in the batch."""
 
 
@@ -104,14 +104,14 @@ class Noise:
         mean, far, largest = differences_N.mean().item(), self.far, differences_N.max().item()
         far_off = int((differences_N > far).sum())
         if not mean <= self.most:
-            found = f"they differ by {mean:.3g} nats per token on {where}, and {self.most:g} is rounding"
+            evidence = f"they differ by {mean:.3g} nats per token on {where}, and {self.most:g} is rounding"
         elif far_off >= max(_FAR_TOKENS, _FAR_SHARE * len(differences_N)):
-            found = (
+            evidence = (
                 f"they differ by {mean:.3g} nats per token on {where}, {far_off} of {len(differences_N)} tokens by "
                 f"more than {far:.3g}, and the noise of this run is {self.level:.3g}"
             )
         elif not outliers and largest > _ALONE / _FAR * far:
-            found = (
+            evidence = (
                 f"one token of {len(differences_N)} on {where} differs by {largest:.3g}, and the noise of this run is "
                 f"{self.level:.3g}"
             )
@@ -121,7 +121,7 @@ class Noise:
             self.level += (level - self.level) / min(self._measured, _MEMORY)
             return
         raise GeneratorError(
-            f"{who}, but computes other log-probabilities with them: {found} (looked at by "
+            f"{who}, but computes other log-probabilities with them: {evidence} (looked at by "
             "generation.mismatch_samples and generation.probe_steps)"
         )
 
@@ -225,8 +225,8 @@ class Agreement:
         if self.parallel.is_sharded:  # then all ranks compute
             chosen = self.parallel.ranks.broadcast("completions to compare", lambda: chosen)
         versions = sorted(drawn_versions(row.sample for row in chosen))
-        found = [self.compare(policy, snapshots(v), v, chosen) for v in versions]
-        return Comparison(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        per_version = [self.compare(policy, snapshots(v), v, chosen) for v in versions]
+        return Comparison(*(torch.cat(parts) for parts in zip(*per_version, strict=True)))
 
     def judge(
         self, batch: int, tokens: Comparison | None, policy: PreTrainedModel, groups: Sequence[Group]
@@ -263,7 +263,7 @@ class Agreement:
         if "redraw" in find(self.config.engine).supports:
             metrics["engine/redraw_ties"] = self._require_redrawn(tokens, min(far, self.noise.far))
         ranks = [tokens.by_rank_N.tolist(), tokens.by_id_N.tolist()]
-        return metrics | self._require_likely(ranks, groups, [Where(*one) for one in tokens.where_N3.tolist()])
+        return metrics | self._require_likely(ranks, groups, [Where(*where) for where in tokens.where_N3.tolist()])
 
     @torch.no_grad()
     def compare(self, policy: PreTrainedModel, snapshot: Snapshot, version: int, rows: Sequence[Row]) -> Comparison:
@@ -319,7 +319,7 @@ class Agreement:
         misses_N = torch.maximum(below_N - drawn_by_N, drawn_by_N - below_N - own_N).clamp(min=0)
         log_ratios_N = logprobs_N - batch["behaviour_logprobs_BT"][mask_BT].double()
         by_rank_N, by_id_N = likelier_N + point_N * as_likely_N, below_N + point_N * own_N
-        where_N3 = torch.tensor([Where(place, number, p) for _, number, s, place in rows for p in s.positions.tolist()])
+        where_N3 = torch.tensor([Where(index, number, p) for _, number, s, index in rows for p in s.positions.tolist()])
         return Comparison(*(x[drawn_N] for x in (log_ratios_N, misses_N, by_rank_N, by_id_N, where_N3)))
 
     def _snapshot_policy(self, policy: PreTrainedModel) -> _SnapshotPolicy:
@@ -389,8 +389,8 @@ def _jumps(policy: PreTrainedModel, params: SamplingParams) -> bool:
 def _chosen(number: int, groups: Sequence[Group], samples: int) -> list[Row]:
     """The completions of a batch to compare, as this comparison; without the columns of their prompts."""
     flat = [
-        Row(group.prompt, k, sample, place)
-        for place, group in enumerate(groups)
+        Row(group.prompt, k, sample, index)
+        for index, group in enumerate(groups)
         for k, sample in enumerate(group.samples)
     ]
     rows = [flat[i] for i in rows_of_batch(number, len(flat), samples)]
@@ -459,8 +459,8 @@ class _SnapshotPolicy:
     @contextmanager
     def holding(self, snapshot: Snapshot, parallel: Parallel) -> Iterator[None]:
         """Within, a policy that is sharded over ranks holds the snapshot; parameters are exchanged one by one."""
-        own, named = dict(self.policy.named_parameters()), self.named(snapshot)
-        undo = [parallel.swap_parameter(own[name], named[name]) for name in own if name in named]
+        parameters, named = dict(self.policy.named_parameters()), self.named(snapshot)
+        undo = [parallel.swap_parameter(parameters[name], named[name]) for name in parameters if name in named]
         try:
             yield
         finally:

@@ -201,12 +201,12 @@ class Receiver:
 
 def _buckets(specs: Sequence[TensorSpec]) -> list[list[TensorSpec]]:
     """Tensors that travel together, whole."""
-    found: list[list[TensorSpec]] = []
+    buckets: list[list[TensorSpec]] = []
     for spec in specs:
-        if not found or spec.end - found[-1][0].offset > BUCKET:
-            found.append([])
-        found[-1].append(spec)
-    return found
+        if not buckets or spec.end - buckets[-1][0].offset > BUCKET:
+            buckets.append([])
+        buckets[-1].append(spec)
+    return buckets
 
 
 def _from_nccl(group: _NCCLGroup, specs: Sequence[TensorSpec], device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -383,8 +383,8 @@ def hear(store: dist.Store, channel: socket.socket) -> None:
 
 def own_address(url: str) -> str:
     """The address that this host uses to reach a server."""
-    place = urlsplit(url)
-    family, kind, _, _, address = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]
+    parts = urlsplit(url)
+    family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # of a datagram socket, sends nothing
         return probe.getsockname()[0]

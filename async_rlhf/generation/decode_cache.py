@@ -116,7 +116,7 @@ class Prefixes:
             kept_G = torch.tensor(kept, dtype=torch.long, device=device)
             cut = layers[0][0].shape[2] - longest
             layers = [(keys[kept_G, :, cut:], values[kept_G, :, cut:]) for keys, values in layers]
-        numbers = {number: place for place, number in enumerate(kept)}
+        numbers = {number: index for index, number in enumerate(kept)}
         self.layers, self.lengths = layers, [lengths[number] for number in kept]
         self.rows = [numbers[number] for number in rows]
         members: list[list[int]] = [[] for _ in kept]
@@ -226,15 +226,15 @@ class Past:
 def past_of(cache: DynamicCache, row: int, tokens: int, version: int | None) -> Past:
     """A row's last tokens in a cache that only grows, made by :func:`join`."""
     layers: Any = cache.layers
-    found = [[x[row] for x in (own.keys, own.values)] for own in layers]
+    pairs = [[x[row] for x in (layer.keys, layer.values)] for layer in layers]
     if (shared := prefixes_of(cache)) is not None:
         number = shared.rows[row]
-        for own, prompts in zip(found, shared.layers, strict=True):
-            own[:] = (
+        for pair, prompts in zip(pairs, shared.layers, strict=True):
+            pair[:] = (
                 torch.cat([prompt[number], x[:, x.shape[1] - (tokens - shared.lengths[number]) :]], dim=1)
-                for prompt, x in zip(prompts, own, strict=True)
+                for prompt, x in zip(prompts, pair, strict=True)
             )
-    return Past([tuple(x[:, x.shape[1] - tokens :].clone() for x in own) for own in found], version)
+    return Past([tuple(x[:, x.shape[1] - tokens :].clone() for x in pair) for pair in pairs], version)
 
 
 def go_on_from(pasts: Sequence[Past], kept: Sequence[int], columns: int, cache: DynamicCache) -> None:

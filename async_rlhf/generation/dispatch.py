@@ -52,9 +52,9 @@ class Worker:
         """Send a request. Returns at once."""
         raise NotImplementedError
 
-    def answered(self, place: int) -> Request:
-        """Remove and return the request at a place of :attr:`open`, which was just answered."""
-        return self.open.pop(place)
+    def answered(self, index: int) -> Request:
+        """Remove and return the request at an index of :attr:`open`, which was just answered."""
+        return self.open.pop(index)
 
     def start(self) -> None:
         """Start it, the first time or again. It says Ready once it can sample."""
@@ -153,10 +153,10 @@ class Dispatcher:
             number: the same.
         """
         with self._lock:
-            place = next((i for i, each in enumerate(worker.open) if (each.batch, each.number) == (batch, number)), 0)
+            index = next((i for i, each in enumerate(worker.open) if (each.batch, each.number) == (batch, number)), 0)
             now = self._clock()
             self._times.until(now)
-            request = worker.answered(place)
+            request = worker.answered(index)
             self._unanswered[request.batch] -= 1
             if not self._unanswered[request.batch]:
                 del self._unanswered[request.batch]

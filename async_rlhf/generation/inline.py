@@ -68,11 +68,11 @@ class PolicyEngine(TransformersEngine):
         # Without columns, which may be large: only rewards need them.
         bare = ranks.broadcast("sampling", lambda: [replace(p, columns={}, messages=None) for p in prompts])
         if self.parallel.is_sharded:
-            found = super().generate(bare)
-            return found if ranks.is_main else []
+            sampled = super().generate(bare)
+            return sampled if ranks.is_main else []
         first, end = (rank * len(bare) // ranks.count for rank in (ranks.rank, ranks.rank + 1))
-        found = super().generate(bare[first:end])
-        return [completions for part in ranks.collect("completions", found) for completions in part]
+        sampled = super().generate(bare[first:end])
+        return [completions for part in ranks.collect("completions", sampled) for completions in part]
 
 
 def make_inline(config: OnlineConfig, engine: PolicyEngine, trace: Trace) -> InlineGenerator:

@@ -74,8 +74,8 @@ def check_engine(config: GenerationConfig) -> None:
     Raises:
         ConfigError: it is not.
     """
-    right = "" if config.placement == "server" else find(config.engine).check()
-    require(not right, "generation.engine", config.engine, right)
+    rule = "" if config.placement == "server" else find(config.engine).check()
+    require(not rule, "generation.engine", config.engine, rule)
 
 
 def worker_devices(
@@ -134,12 +134,12 @@ def check_memory(config: OnlineConfig, learner: torch.device) -> None:
         number, room = round(share / each), _SHARE_WITH_LEARNER if device in used else 1.0
         others = f"{number} generators" if number > 1 else "a generator"
         others += " and what is trained, or judges," if device in used else ""
-        right = f"must be at most {math.floor(100 * room / number) / 100:g}, and leave what the learner needs"
-        right = f"{others} share {device}; {right if device in used else right.partition(',')[0]}"
-        require(share <= room + 1e-9, "generation.vllm.gpu_memory_utilization", each, right)
+        rule = f"must be at most {math.floor(100 * room / number) / 100:g}, and leave what the learner needs"
+        rule = f"{others} share {device}; {rule if device in used else rule.partition(',')[0]}"
+        require(share <= room + 1e-9, "generation.vllm.gpu_memory_utilization", each, rule)
         # vLLM counts all that leaves a GPU while it starts as its own: the later one would find no room for its cache.
-        right = f"must be set: {number} generators share {device}, and each would measure the other's memory as its own"
-        require(number == 1, "generation.vllm.kv_cache_gb", None, right)
+        rule = f"must be set: {number} generators share {device}, and each would measure the other's memory as its own"
+        require(number == 1, "generation.vllm.kv_cache_gb", None, rule)
 
 
 def check_gpus(config: OnlineConfig, learner: torch.device) -> None:
@@ -151,21 +151,21 @@ def check_gpus(config: OnlineConfig, learner: torch.device) -> None:
     generation = config.generation
     each, key = generation.vllm.tensor_parallel_size, "generation.vllm.tensor_parallel_size"
     if each > 1 and config.placement == "inline":
-        found = torch.cuda.device_count()
-        right = f"must be at most {found}, the GPUs that this process sees"
-        require(learner.type != "cuda" or each <= found, key, each, right)
+        count = torch.cuda.device_count()
+        rule = f"must be at most {count}, the GPUs that this process sees"
+        require(learner.type != "cuda" or each <= count, key, each, rule)
         return
     on_gpus = learner.type == "cuda" if generation.device is None else generation.device == "cuda"
     free = free_gpus(learner, config.own_devices) if on_gpus else []
     if each == 1:
-        right = f"the {config.parallel.ranks} ranks leave no GPU to generators; must name a GPU that they are to share "
-        right += '("cuda:0"), or be "cpu"; or start fewer ranks, let rank 0 see another GPU, or sample on servers'
+        rule = f"the {config.parallel.ranks} ranks leave no GPU to generators; must name a GPU that they are to share "
+        rule += '("cuda:0"), or be "cpu"; or start fewer ranks, let rank 0 see another GPU, or sample on servers'
         needs_own = on_gpus and config.placement == "process" and config.parallel.ranks > 1
-        require(not needs_own or bool(free), "generation.device", generation.device, right)
+        require(not needs_own or bool(free), "generation.device", generation.device, rule)
         return
     needed = each * generation.workers
     left = f"the learner leaves {len(free)} of {torch.cuda.device_count()} GPUs"
-    right = f"{left}, and generation.workers {generation.workers} need {needed}; must be "
+    rule = f"{left}, and generation.workers {generation.workers} need {needed}; must be "
     most = len(free) // generation.workers
-    right += f"at most {most}" if most else "1, with fewer generation.workers"
-    require(not on_gpus or needed <= len(free), key, each, right)
+    rule += f"at most {most}" if most else "1, with fewer generation.workers"
+    require(not on_gpus or needed <= len(free), key, each, rule)

@@ -84,11 +84,11 @@ def drawing(engine: Sampler, params: SamplingParams | None) -> Iterator[None]:
     """Within, an engine draws in another way; None changes nothing. Only what an engine takes with every call may
     differ: temperature, top_p, top_k, samples for each prompt, and a response that is not longer.
     """
-    own, engine.params = engine.params, params or engine.params
+    previous, engine.params = engine.params, params or engine.params
     try:
         yield
     finally:
-        engine.params = own
+        engine.params = previous
 
 
 class Engine(Sampler, Protocol):
@@ -393,11 +393,11 @@ def _wrong_routes(sample: Sample, shape: RouteShape | None) -> str:
     """What is wrong with the experts that came with a sample; any will do if none were asked for."""
     if shape is None:
         return ""
-    found, right = sample.routes_TLE, (len(sample), shape.layers, shape.per_token)
-    if found is None or found.shape != right or found.dtype != shape.dtype:
-        said = "there are none" if found is None else f"they are {found.shape} {found.dtype}"
-        return f"the routes are wrong: {said}; they must be {right} {shape.dtype} (router_replay)"
-    read_TLE = np.delete(found, [end - 1 for end in (*sample.starts, len(sample))], axis=0)
+    routes_TLE, expected = sample.routes_TLE, (len(sample), shape.layers, shape.per_token)
+    if routes_TLE is None or routes_TLE.shape != expected or routes_TLE.dtype != shape.dtype:
+        said = "there are none" if routes_TLE is None else f"they are {routes_TLE.shape} {routes_TLE.dtype}"
+        return f"the routes are wrong: {said}; they must be {expected} {shape.dtype} (router_replay)"
+    read_TLE = np.delete(routes_TLE, [end - 1 for end in (*sample.starts, len(sample))], axis=0)
     if read_TLE.max(initial=0) >= shape.experts:
         return f"a route is to expert {read_TLE.max()}; it must be below {shape.experts} (router_replay)"
     return ""
@@ -432,8 +432,8 @@ def _wrong_tokens(
         stopped |= tokens == stop
     (ends,) = np.nonzero(stopped)
     if len(ends) and ends[0] < len(tokens) - 1:
-        place = int(ends[0])
-        return f"token {place} is the stop token {tokens[place]}, and {len(tokens) - place - 1} follow it"
+        position = int(ends[0])
+        return f"token {position} is the stop token {tokens[position]}, and {len(tokens) - position - 1} follow it"
     if (finish_reason == "stop") != (len(ends) > 0):
         return f"finish_reason is {finish_reason!r} and the last token {tokens[-1]}; stop tokens are {stops}"
     if finish_reason == "length" and len(tokens) < longest and not cut:

@@ -158,14 +158,14 @@ class RayGenerator(RemoteGenerator):
 
     def prepare(self, config: OnlineConfig, policy: PreTrainedModel) -> tuple[Snapshots, int]:
         """See :meth:`RemoteGenerator.prepare`."""
-        place = generator_place(config.ray)
-        threads = config.generation.num_threads or place.threads
-        spec = ModelSpec.for_workers(config, policy, self.parallel, place.device, threads)
+        resources = generator_place(config.ray)
+        threads = config.generation.num_threads or resources.threads
+        spec = ModelSpec.for_workers(config, policy, self.parallel, resources.device, threads)
         snapshots = ObjectStoreSnapshots(policy, spec.dtype, config.snapshots, self.parallel)
         snapshots.on_arrival = self._announce
         environment = spec.environment((spec.device,)) if spec.device == "cpu" else None
         of_actors = (spec, self.params, snapshots.specs, snapshots.slots)
-        self.actor = (GeneratorActor, of_actors, place, config.ray.room_timeout, environment)
+        self.actor = (GeneratorActor, of_actors, resources, config.ray.room_timeout, environment)
         """What each of them is, and needs."""
         self.store = snapshots
         return snapshots, config.generation.workers
@@ -202,9 +202,9 @@ class ActorWorker(Actor, Worker):
         version = max(self._snapshots.newest, request.after) if request.version is None else request.version
         self.call(self._answer, "sample", request, version, self._snapshots.reference(version))
 
-    def answered(self, place: int) -> Request:
+    def answered(self, index: int) -> Request:
         self.at_rest()
-        return super().answered(place)
+        return super().answered(index)
 
     def close(self) -> None:
         self.kill()

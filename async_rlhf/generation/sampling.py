@@ -136,8 +136,8 @@ def places(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Places:
     """
     rows = max(1, CPU_BLOCK // logits_NV.shape[-1])
     blocks = zip(logits_NV.split(rows), tokens_N.split(rows), strict=True)
-    found = [_places_in_block(part_NV, part_N, temperature) for part_NV, part_N in blocks]
-    return Places(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    per_block = [_places_in_block(part_NV, part_N, temperature) for part_NV, part_N in blocks]
+    return Places(*(torch.cat(parts) for parts in zip(*per_block, strict=True)))
 
 
 def _places_in_block(logits_NV: Tensor, tokens_N: Tensor, temperature: float) -> Places:

@@ -104,16 +104,16 @@ class SamplingTest:
 
     def _distances(self, tokens: Sequence[Where], ranks: Sequence[float]) -> list[float]:
         """From the last rank in the same place, round the circle, as shares of the longest; uniform if ranks are."""
-        found = []
+        distances = []
         for token, rank in zip(tokens, ranks, strict=True):
-            place = f"{token.prompt}.{token.sample}"
-            if token.position >= _TOKENS or (place not in self._last and len(self._last) == _ROWS):
+            key = f"{token.prompt}.{token.sample}"
+            if token.position >= _TOKENS or (key not in self._last and len(self._last) == _ROWS):
                 continue
-            last = self._last.setdefault(place, [-1.0] * _TOKENS)
+            last = self._last.setdefault(key, [-1.0] * _TOKENS)
             before, last[token.position] = last[token.position], round(rank, 3)
             way = abs(rank - before)
-            found += [] if before < 0 else [2 * min(way, 1 - way)]
-        return found
+            distances += [] if before < 0 else [2 * min(way, 1 - way)]
+        return distances
 
     def state(self) -> dict[str, Any]:
         """The state, for JSON."""

@@ -105,15 +105,15 @@ class ServerClient:
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Log-probability of each token of the rows except each row's first."""
-        found = []
+        all_logprobs = []
         for row in rows:
             fields = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
             answer = await self._post(
                 "/inference/v1/generate", json={"token_ids": list(row), "sampling_params": fields}
             )
             logprobs = answer["prompt_logprobs"]
-            found += [logprobs[i][str(token)]["logprob"] for i, token in enumerate(row) if i > 0]
-        return found
+            all_logprobs += [logprobs[i][str(token)]["logprob"] for i, token in enumerate(row) if i > 0]
+        return all_logprobs
 
     async def weight_version(self) -> str:
         """The label of the weights that the server holds."""
@@ -214,20 +214,20 @@ def check_server(
     Raises:
         ConfigError: says what is wrong with it.
     """
-    right = "start it with: async-rlhf serve --model MODEL --port PORT (vLLM 0.32 or newer)"
+    rule = "start it with: async-rlhf serve --model MODEL --port PORT (vLLM 0.32 or newer)"
     with httpx.Client(timeout=30.0, **_access(url, key_of(config))) as http:
         _wait_until_up(http, url, config.heartbeat_timeout)
-        found = http.get("/weight_info")
-        if found.status_code in (401, 403):
+        response = http.get("/weight_info")
+        if response.status_code in (401, 403):
             said = "another key than its own" if "authorization" in http.headers else "no key"
             must = f"must be the key that it was started with (or set the environment variable {API_KEY_VARIABLE})"
             raise ConfigError(f"generation.api_key: the server at {url!r} was given {said}; {must}")
-        answer = found.is_success and http.post("/collective_rpc", json={"method": "describe_model"})
+        answer = response.is_success and http.post("/collective_rpc", json={"method": "describe_model"})
         if not answer or not answer.is_success:
-            found = http.get("/version")
-            version = found.json().get("version") if found.is_success else None
+            response = http.get("/version")
+            version = response.json().get("version") if response.is_success else None
             what = "is no vLLM server" if version is None else f"runs vLLM {version} without what the weights need"
-            raise ConfigError(f"generation.urls: the server at {url!r} {what}; {right}")
+            raise ConfigError(f"generation.urls: the server at {url!r} {what}; {rule}")
         workers = answer.json()["results"]
         described = workers[0]
     served, ours = described["config"], policy.to_dict()
@@ -236,19 +236,19 @@ def check_server(
         for name in _ARCHITECTURE
         if name in ours and served.get(name) != ours[name]
     ]
-    right = "must be a server of the policy's architecture"
-    require(not differing, "generation.urls", url, f"it serves a model with {', '.join(differing)}; {right}")
+    rule = "must be a server of the policy's architecture"
+    require(not differing, "generation.urls", url, f"it serves a model with {', '.join(differing)}; {rule}")
     mode, length = described["logprobs_mode"], described["max_model_len"]
-    right = 'must run with --logprobs-mode processed_logprobs, as "async-rlhf serve" does'
-    require(mode == "processed_logprobs", "generation.urls", url, f"its log-probabilities are {mode!r}; {right}")
-    right = f"must take max_prompt_length + response_length = {max_length} (--max-model-len), and {LENGTH + 1} at least"
-    require(length >= max(max_length, LENGTH + 1), "generation.urls", url, f"it takes at most {length} tokens; {right}")
-    right = f"must be false: the server at {url!r} returns no routes; on a GPU it does with the option "
-    right += "enable_return_routed_experts of vLLM (--options of async-rlhf serve)"
-    require(described.get("routes", False) or not routes, "router_replay", True, right)
+    rule = 'must run with --logprobs-mode processed_logprobs, as "async-rlhf serve" does'
+    require(mode == "processed_logprobs", "generation.urls", url, f"its log-probabilities are {mode!r}; {rule}")
+    rule = f"must take max_prompt_length + response_length = {max_length} (--max-model-len), and {LENGTH + 1} at least"
+    require(length >= max(max_length, LENGTH + 1), "generation.urls", url, f"it takes at most {length} tokens; {rule}")
+    rule = f"must be false: the server at {url!r} returns no routes; on a GPU it does with the option "
+    rule += "enable_return_routed_experts of vLLM (--options of async-rlhf serve)"
+    require(described.get("routes", False) or not routes, "router_replay", True, rule)
     dtype, mine = described["dtype"].removeprefix("torch."), config.weights_dtype
-    right = f"must be {dtype!r}, in which the server at {url!r} computes, or start that with --dtype {mine}"
-    require(dtype == mine, "generation.dtype", mine, right)
+    rule = f"must be {dtype!r}, in which the server at {url!r} computes, or start that with --dtype {mine}"
+    require(dtype == mine, "generation.dtype", mine, rule)
     return workers
 
 
@@ -277,7 +277,7 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
         names = ("weight_versions", "token_ids", "routed_experts")
         spans, tokens, routes = (pc.struct_field(choices, name) for name in names)
         plain = zip(*(pc.struct_field(choices, name).to_pylist() for name in ("index", "finish_reason")), strict=True)
-        found = [
+        completions = [
             {
                 "index": index,
                 "finish_reason": reason,
@@ -288,10 +288,10 @@ def _choices(body: bytes) -> list[dict[str, Any]]:
             }
             for i, (index, reason) in enumerate(plain)
         ]
-        said = [{"index": c["index"], "reason": c["finish_reason"]} for c in found]
-        said += [span for choice in found for span in choice["weight_versions"] or []]
-        if not any(None in one.values() for one in said):
-            return found
+        said = [{"index": c["index"], "reason": c["finish_reason"]} for c in completions]
+        said += [span for choice in completions for span in choice["weight_versions"] or []]
+        if not any(None in entry.values() for entry in said):
+            return completions
     except (pa.ArrowException, ValueError, AttributeError, TypeError):
         pass  # whoever reads it as it is finds what is wrong
     return from_json(body)["choices"]

@@ -118,8 +118,8 @@ class _FolderTransport:
         except GeneratorError as error:
             if "No such file" not in str(error):
                 raise
-            right = f"generation.weights_dir: the server must see {str(file.parent)!r} under the same name"
-            raise GeneratorError(f"{error}; {right}") from error
+            rule = f"generation.weights_dir: the server must see {str(file.parent)!r} under the same name"
+            raise GeneratorError(f"{error}; {rule}") from error
 
     def close(self) -> None:
         """Let go of the server."""
@@ -169,8 +169,8 @@ def _device(learner: torch.device, processes: Sequence[Mapping[str, Any]]) -> to
 
     NCCL refuses two ranks on one GPU, so to a server on the learner's own GPU the weights go through the host.
     """
-    own = gpu_of(learner)
-    apart = own is not None and all(process["device"] == "cuda" and process["gpu"] != own for process in processes)
+    gpu = gpu_of(learner)
+    apart = gpu is not None and all(process["device"] == "cuda" and process["gpu"] != gpu for process in processes)
     return learner if apart else torch.device("cpu")
 
 
@@ -212,8 +212,8 @@ class ServerEngine:
     def generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
         """See :class:`~async_rlhf.generation.episodes.sampler.EpisodeSampler`."""
         waiting = iter(prompts)
-        found = dict(self.stream(lambda places: list(islice(waiting, places)), evaluated))
-        return [found[number] for number in range(len(prompts))]
+        completions = dict(self.stream(lambda places: list(islice(waiting, places)), evaluated))
+        return [completions[number] for number in range(len(prompts))]
 
     def stream(
         self, more: Callable[[int], Sequence[Prompt]], evaluated: int | None = None
@@ -277,10 +277,10 @@ class ServerEngine:
         return await self._client.generate(prompt, params, seed, self._prefix)
 
     async def _probe(self) -> list[float]:
-        found = await self._client.prompt_logprobs(probe_tokens(self._vocabulary).tolist())
+        logprobs = await self._client.prompt_logprobs(probe_tokens(self._vocabulary).tolist())
         if await self._client.weight_version() != f"{self._prefix}{self.version}":
             raise ServerGoneError("was given other weights while they were probed: somebody else uses it")
-        return found
+        return logprobs
 
     async def _load(self, version: int) -> dict[str, str]:
         client, expected = self._client, self._snapshots.published[version]
@@ -291,8 +291,8 @@ class ServerEngine:
         await client.pause()
         await client.set_weight_version(f"{self._prefix}loading")
         # Each of the server's processes answers with the checksums of its share of the tensors.
-        found = {name: one for share in await self._transport.load(client, version) for name, one in share.items()}
-        if wrong := differing(found, expected):
+        sums = {name: digest for share in await self._transport.load(client, version) for name, digest in share.items()}
+        if wrong := differing(sums, expected):
             raise GeneratorError(f"{self._label} took weights that are not those of version {version}: {wrong}")
         await client.forget_cached()
         await client.set_weight_version(f"{self._prefix}{version}")

@@ -173,8 +173,8 @@ class Supervisor:
         elif message.is_config:
             raise ConfigError(message.message)
         elif frames := own_frames(message.traceback):
-            place = last_place(frames)
-            raise UserCodeError(f"{self.kind} {worker.number}: {message.message.removesuffix(place)}{place}", frames)
+            frame = last_place(frames)
+            raise UserCodeError(f"{self.kind} {worker.number}: {message.message.removesuffix(frame)}{frame}", frames)
         else:
             raise GeneratorError(f"{self.kind} {worker.number}: {message.message}\n\n{message.traceback}")
 
@@ -221,8 +221,8 @@ class Supervisor:
             return
         why = why or ended
         if self.restarts >= self._config.max_restarts:
-            right = f"{why} after {self.restarts} restarts (generation.max_restarts)"
-            self._give_up(worker, GeneratorError(f"{self.kind} {worker.number} {right}"))
+            reason = f"{why} after {self.restarts} restarts (generation.max_restarts)"
+            self._give_up(worker, GeneratorError(f"{self.kind} {worker.number} {reason}"))
             return
         self.restarts += 1
         again = f", to sample {', '.join(work(request.batch) for request in back)} again" if back else ""

@@ -191,8 +191,8 @@ class TransformersEngine:
                 chunk = order[start : start + per_chunk]
                 waiting.append([prompts[i] for i in chunk])
                 decoding = Decoding(self, len(chunk) * samples, keeps_pasts=keeps)
-                for number, found in decoding.run(lambda places: waiting.pop() if waiting else ()):
-                    completions[chunk[number]] = found
+                for number, drawn in decoding.run(lambda places: waiting.pop() if waiting else ()):
+                    completions[chunk[number]] = drawn
                 if progress is not None:
                     progress(len(completions))
         return [completions[i] for i in range(len(prompts))]
@@ -267,26 +267,26 @@ class TransformersEngine:
     def _sharing_is_right(self) -> bool:
         """Whether a token after a prompt, which rows share or not, has the same logits."""
         params, self.params = self.params, replace(self.params, routes=None)
-        tokens_B, lengths_B, found = torch.tensor([3, 4, 5, 6], device=self.device), torch.tensor([4, 4, 3, 3]), []
+        tokens_B, lengths_B, logits = torch.tensor([3, 4, 5, 6], device=self.device), torch.tensor([4, 4, 3, 3]), []
         lengths_B = lengths_B.to(self.device)
         try:
             for shared in (False, True):
                 _, cache = self.prefill([(1, 2, 3), (4, 5)], 2, shared=shared)
-                found.append(self.step(tokens_B, lengths_B, 1 if shared else 4, cache).float())
+                logits.append(self.step(tokens_B, lengths_B, 1 if shared else 4, cache).float())
         except Exception as error:  # of any kind: the code is not ours, and prompts can be repeated
             logger.info("samples do not share their prompt's keys and values: %s", error)
             return False
         finally:
             self.params = params
-        right = self._agree(found[1], found[0])
-        if not right:
+        agrees = self._agree(logits[1], logits[0])
+        if not agrees:
             logger.info("samples do not share their prompt's keys and values: their logits would differ")
-        return right
+        return agrees
 
-    def _agree(self, logits: Tensor, right: Tensor) -> bool:
+    def _agree(self, logits: Tensor, expected: Tensor) -> bool:
         """Whether logits are equal up to rounding."""
         exact = self.autocast is None and self.model.dtype == torch.float32
-        return bool((logits - right).abs().max() <= (1e-4 if exact else 0.05) * right.abs().max())
+        return bool((logits - expected).abs().max() <= (1e-4 if exact else 0.05) * expected.abs().max())
 
     def _cache_is_right(self) -> bool:
         """Whether two rows, one of them padded, have the logits with transformers' cache that they have without."""
@@ -294,17 +294,17 @@ class TransformersEngine:
         tokens_BT = torch.tensor([[1, 2, 3], [0, 4, 5]], device=self.device)
         mask_BT = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]], device=self.device)
         positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
-        found = []
+        logits = []
         try:
             for cache in (decode_cache.TokenCache(), DynamicCache(config=self.model.config)):
                 self._forward(tokens_BT, mask_BT[:, :3], positions_BT[:, :3], cache)
-                found.append(self._forward(tokens_BT[:, 1:2], mask_BT, positions_BT[:, 3:], cache).float())
+                logits.append(self._forward(tokens_BT[:, 1:2], mask_BT, positions_BT[:, 3:], cache).float())
         except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:  # models have their own ways
             self._why_anew = f" ({type(error).__name__}: {error})"
             return False
         finally:
             self.params = params
-        return self._agree(found[1], found[0])
+        return self._agree(logits[1], logits[0])
 
     def step(self, tokens_B: Tensor, lengths_B: Tensor, columns: int, cache: DynamicCache) -> Tensor:
         """Logits (B, V) after one more token of each row.
@@ -331,9 +331,9 @@ class TransformersEngine:
         inputs = {"input_ids": tokens_BT, "attention_mask": mask_BT}
         if self._takes_positions:
             inputs["position_ids"] = positions_BT
-        with self._computing(), recorded_routes(self.model, self.params.routes) as found:
+        with self._computing(), recorded_routes(self.model, self.params.routes) as routes:
             output = self.model(**inputs, **{str(self._cache_name): cache}, use_cache=True, **options)
-        self.routes = [row_TLE for routes_NLE in found for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
+        self.routes = [row_TLE for routes_NLE in routes for row_TLE in routes_NLE.unflatten(0, tokens_BT.shape)]
         return output.logits[:, -1]
 
     def _anew(self, tokens_BT: Tensor, lengths_B: Tensor) -> Tensor:

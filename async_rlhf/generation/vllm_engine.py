@@ -145,12 +145,12 @@ class VLLMEngine:
         The cache from the old weights is dropped; requests under way compute it again with the new ones.
         """
         with self._watched():
-            found = self._load_weights(tensors) if self._spec.adapter is None else self._load_adapter(tensors)
+            checksums = self._load_weights(tensors) if self._spec.adapter is None else self._load_adapter(tensors)
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop what it has cached with the old weights")
         self._llm.llm_engine.set_weight_version(str(version))
         self.version = version
-        return found
+        return checksums
 
     def _watched(self) -> AbstractContextManager[None]:
         """Within, the death of a process of vLLM's is raised as such."""
@@ -161,8 +161,8 @@ class VLLMEngine:
 
         if self._processes is not None:
             return self._processes.load(tensors)
-        (found,) = self._llm.collective_rpc(load_weights, args=(tensors.items(), are_folded(tensors)))
-        return found
+        (checksums,) = self._llm.collective_rpc(load_weights, args=(tensors.items(), are_folded(tensors)))
+        return checksums
 
     def _load_adapter(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Replace the adapter, also for requests under way."""
@@ -179,12 +179,12 @@ class VLLMEngine:
 
     def generate(self, prompts: Sequence[Prompt], progress: Callable[[int], None] | None = None) -> Completions:
         """K completions for each prompt, in the order of the prompts. All wait for places at vLLM's scheduler."""
-        all_of_them, found = iter([prompts]), dict[int, tuple[Sample, ...]]()
+        all_of_them, completions = iter([prompts]), dict[int, tuple[Sample, ...]]()
         for number, samples in self.stream(lambda places: next(all_of_them, ())):
-            found[number] = samples
+            completions[number] = samples
             if progress is not None:
-                progress(len(found))
-        return [found[number] for number in range(len(prompts))]
+                progress(len(completions))
+        return [completions[number] for number in range(len(prompts))]
 
     def stream(self, more: Callable[[int], Sequence[Prompt]]) -> Iterator[tuple[int, tuple[Sample, ...]]]:
         """See :class:`~async_rlhf.generation.protocol.Engine`. vLLM's scheduler fills the places."""
@@ -274,11 +274,11 @@ class VLLMEngine:
 
 
 def _sample(prompt: Sequence[int], answer: Any, routes_TLE: np.ndarray | None = None) -> Sample:
-    found = answer.logprobs  # flat: of one token at each place, in lists, not an object for each
-    if found.token_ids != list(answer.token_ids):
+    logprobs = answer.logprobs  # flat: of one token at each place, in lists, not an object for each
+    if logprobs.token_ids != list(answer.token_ids):
         raise RuntimeError("vLLM gave log-probabilities of other tokens than those that it drew")
     spans = [(span.version, span.start, span.end) for span in answer.weight_versions]
-    return to_sample(prompt, answer.token_ids, found.logprobs, spans, answer.finish_reason, routes_TLE=routes_TLE)
+    return to_sample(prompt, answer.token_ids, logprobs.logprobs, spans, answer.finish_reason, routes_TLE=routes_TLE)
 
 
 def _start(spec: ModelSpec, params: SamplingParams) -> Any:
@@ -287,15 +287,15 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are for people who start it by hand
     on_cpu = not spec.device.startswith("cuda")
     size = _head_size(spec.config)
-    right = 'must be a multiple of 32 for vLLM on a CPU; use engine "transformers"'
-    require(not on_cpu or size % 32 == 0, "model", f"heads of size {size}", right)
+    rule = 'must be a multiple of 32 for vLLM on a CPU; use engine "transformers"'
+    require(not on_cpu or size % 32 == 0, "model", f"heads of size {size}", rule)
     try:
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(f"generation.engine: vLLM cannot be imported: {error}") from error
     heads, gpus = spec.config.get_text_config().num_attention_heads, spec.gpus
-    right = f"must divide the {heads} heads of the model's attention"
-    require(heads % gpus == 0, "generation.vllm.tensor_parallel_size", gpus, right)
+    rule = f"must divide the {heads} heads of the model's attention"
+    require(heads % gpus == 0, "generation.vllm.tensor_parallel_size", gpus, rule)
     with ExitStack() as stack:
         stack.enter_context(_process_left_alone())
         stack.enter_context(_class_left_alone(spec.model_class))
@@ -332,8 +332,8 @@ def _start(spec: ModelSpec, params: SamplingParams) -> Any:
                     f"generation.vllm: vLLM cannot start (gpu_memory_utilization {share:g}): {error}"
                 ) from error
             gb = 1.06 * _least_kv_cache_gb(spec, on_cpu)  # still enough after rounding down to two digits
-            right = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
-            raise ConfigError(f"generation.vllm.kv_cache_gb: got {kv_cache_gb}; {right}") from error
+            rule = f"must be at least {gb:.2g}, for one sequence of {spec.max_length} tokens; vLLM: {error}"
+            raise ConfigError(f"generation.vllm.kv_cache_gb: got {kv_cache_gb}; {rule}") from error
 
 
 def folder_of(spec: ModelSpec) -> Path:
@@ -514,14 +514,14 @@ class SeveralProcesses:
             fd = nameless_file(size)
             self._copy = fd, Region(f"/proc/{os.getpid()}/fd/{fd}", 0, size, specs)
         region = self._copy[1]
-        for name, place in tensors_of(region).items():
-            place.copy_(tensors[name])
+        for name, target in tensors_of(region).items():
+            target.copy_(tensors[name])
         return region
 
 
-def together(found: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def together(shares: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """The digests of all processes' shares, by name."""
-    return {name: digest for each in found for name, digest in each.items()}
+    return {name: digest for each in shares for name, digest in each.items()}
 
 
 def load_region(worker: Any, region: Region, folded: bool) -> dict[str, str]:

@@ -44,8 +44,8 @@ class KeptRoutes:
         living = self._llm.llm_engine.output_processor.request_states
         names = [name for name in self._under_way if name not in living]
         if names:
-            found, *_ = self._llm.collective_rpc(routes_of, args=(names,))
-            self._ended |= {self._under_way.pop(name): routes for name, routes in zip(names, found, strict=True)}
+            per_request, *_ = self._llm.collective_rpc(routes_of, args=(names,))
+            self._ended |= {self._under_way.pop(name): routes for name, routes in zip(names, per_request, strict=True)}
 
     def take(self, request: str, number: int) -> np.ndarray:
         """(T - 1, L, E), of one completion that has ended."""

@@ -62,7 +62,7 @@ class SnapshotLoader:
         config: Any = self.vllm_config  # type: ignore[attr-defined]  # of vLLM's worker
         model = config.model_config
         # Only plain types: vLLM's reply would hang on others.
-        found = {
+        description = {
             "config": model.hf_config.to_dict(),
             "max_model_len": model.max_model_len,
             "logprobs_mode": model.logprobs_mode,
@@ -71,7 +71,7 @@ class SnapshotLoader:
             "dtype": str(model.dtype),
             "routes": config.aux_output_config.enable_return_routed_experts,
         }
-        return json.loads(json.dumps(found, default=str))
+        return json.loads(json.dumps(description, default=str))
 
 
 def load_weights(
@@ -129,8 +129,8 @@ def load_weights(
             f"vLLM kept old weights, or was given NaN: {', '.join(stale[:5])}{' and more' if len(stale) > 5 else ''}"
         )
     worker.model_runner.reset_lora_state()
-    found = {name: digest for compute in handed.values() for name, digest in compute().items()}
-    return found | fold_digests(folds, like)
+    checksums = {name: digest for compute in handed.values() for name, digest in compute().items()}
+    return checksums | fold_digests(folds, like)
 
 
 @contextmanager

@@ -187,7 +187,7 @@ class _Open:
     request: Request
     started: float
     version: int
-    found: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
+    completions: dict[int, tuple[Sample, ...]] = field(default_factory=dict)
     """Completions, by the prompt's number in the request."""
 
 
@@ -269,10 +269,10 @@ class Stream:
 
     def _note(self, opened: _Open, number: int, samples: tuple[Sample, ...]) -> None:
         """Keep a prompt's completions; answer if they are the last of their request."""
-        opened.found[number] = samples
+        opened.completions[number] = samples
         request = opened.request
-        if len(opened.found) == len(request.prompts):
-            completions = [opened.found[i] for i in range(len(request.prompts))]
+        if len(opened.completions) == len(request.prompts):
+            completions = [opened.completions[i] for i in range(len(request.prompts))]
             under_way = [each.version for each, _ in self._taken.values()]
             # Its other prompts may wait, and have no version yet.
             begun = [each.version for each, _ in self._waiting if each.version >= 0]

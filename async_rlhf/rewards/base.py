@@ -78,9 +78,9 @@ _NAMES_THOUGHT = re.compile("think|thought|reasoning|analysis", re.IGNORECASE)
 
 def _answer(completion: str, prompt: str, said: Sequence[Mapping[str, Any]] | None) -> str:
     """What was answered; of an episode with thoughts, in all its turns."""
-    own = [message for message in said or () if message["role"] == "assistant"]
-    if len(own) > 1 and any(message.get("reasoning_content") for message in own):
-        return "\n".join(answer_of(str(message["content"])) for message in own)
+    answers = [message for message in said or () if message["role"] == "assistant"]
+    if len(answers) > 1 and any(message.get("reasoning_content") for message in answers):
+        return "\n".join(answer_of(str(message["content"])) for message in answers)
     return answer_of(completion, prompt)
 
 

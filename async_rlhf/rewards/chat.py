@@ -53,7 +53,7 @@ def filled(question: str, texts: Mapping[str, str]) -> str:
 
 def placed(form: str, texts: Mapping[str, str]) -> str:
     """A form with texts in its places, {name} each, in one pass: a text may itself contain {name}."""
-    return re.sub(rf"\{{({'|'.join(texts)})\}}", lambda found: texts[found[1]], form)
+    return re.sub(rf"\{{({'|'.join(texts)})\}}", lambda match: texts[match[1]], form)
 
 
 class ChatModel:
@@ -75,7 +75,7 @@ class ChatModel:
         self._known: dict[str, str] = {}
         if memory.is_file():
             lines = whole_lines(memory)
-            self._known = {one["key"]: one["reply"] for one in map(json.loads, lines)}
+            self._known = {row["key"]: row["reply"] for row in map(json.loads, lines)}
 
     @cached_property
     def _client(self) -> httpx.Client:
@@ -189,11 +189,11 @@ def _wait(stop: threading.Event, seconds: float) -> bool:
 
 def _content(answer: httpx.Response, url: str) -> dict[str, Any]:
     try:
-        found = from_json(answer.content)
-        reply = str(found["choices"][0]["message"]["content"] or "")
+        body = from_json(answer.content)
+        reply = str(body["choices"][0]["message"]["content"] or "")
     except (ValueError, LookupError, TypeError) as error:
         raise JudgeError(f"judge.url: {url} replied {answer.text[:200]!r}; must be a chat completion") from error
-    usage = found.get("usage") or {}
-    return {"reply": reply, "model": found.get("model")} | {
+    usage = body.get("usage") or {}
+    return {"reply": reply, "model": body.get("model")} | {
         name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage
     }

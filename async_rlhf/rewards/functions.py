@@ -96,8 +96,8 @@ def _made_by(factory: Callable[..., Any], arguments: Mapping[str, Any], name: st
     try:
         made = factory(**arguments)
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
-        right = "a name with arguments calls a factory, which has to take them and to return the function"
-        raise ConfigError(f"{key}: got {name!r}: {error}; {right}") from error
+        rule = "a name with arguments calls a factory, which has to take them and to return the function"
+        raise ConfigError(f"{key}: got {name!r}: {error}; {rule}") from error
     require(callable(made), key, name, f"called with these arguments it must return a function, not {made!r:.200}")
     return made
 
@@ -265,8 +265,8 @@ def _failure(name: str, outcome: list[Any] | BaseException, count: int, timeout:
         text = f"reward function {name} was not done after {timeout:g} s, {limit}"
         return RewardError(text, cause="was not done in time")
     if isinstance(outcome, NoSequenceError):
-        right = f"must be a list, an array or a tensor of {count} numbers, one for each completion"
-        return RewardError(f"reward function {name} returned {outcome}; {right}", cause="returned no sequence")
+        rule = f"must be a list, an array or a tensor of {count} numbers, one for each completion"
+        return RewardError(f"reward function {name} returned {outcome}; {rule}", cause="returned no sequence")
     if isinstance(outcome, ProcessDiedError):
         return RewardError(f"reward function {name}: {outcome}", cause="ended its process")
     kind, text = type(outcome).__name__, str(outcome)

@@ -22,9 +22,9 @@ from async_rlhf.rewards.chat import MARKED, ChatModel, filled
 logger = logging.getLogger(__name__)
 
 
-def _text(title: str, place: str) -> str:
+def _text(title: str, placeholder: str) -> str:
     """A part of a question: a text between two marks."""
-    return f"[{title}]\n{{mark}}\n{{{place}}}\n{{mark}}\n\n"
+    return f"[{title}]\n{{mark}}\n{{{placeholder}}}\n{{mark}}\n\n"
 
 
 QUESTION = (
@@ -136,9 +136,9 @@ def read_question(file: str | None, default: str, places: Sequence[str]) -> str:
         question = Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"judge.prompt_file: got {file!r}: {error}") from error
-    for place in places:
-        if f"{{{place}}}" not in question:
-            raise ConfigError(f"judge.prompt_file: got {file!r}; must have {{{place}}} in it")
+    for placeholder in places:
+        if f"{{{placeholder}}}" not in question:
+            raise ConfigError(f"judge.prompt_file: got {file!r}; must have {{{placeholder}}} in it")
     return question
 
 
@@ -151,10 +151,10 @@ def verdict(reply: str) -> str:
         return marked.pop() if len(marked) == 1 else ""
     if (named := _NAMED.fullmatch(said.splitlines()[-1] if said else "")) and named[1].isupper():
         return named[1]
-    letters = [found for found in _LETTER.finditer(said) if not _ARTICLE.match(said, found.start())]
-    found = {letter[1] for letter in letters}
+    letters = [letter for letter in _LETTER.finditer(said) if not _ARTICLE.match(said, letter.start())]
+    choices = {letter[1] for letter in letters}
     denied = any(re.search(r"\b(?:not|neither|nor|than)\s*\Z", said[: letter.start()]) for letter in letters)
-    return found.pop() if len(found) == 1 and not denied else ""
+    return choices.pop() if len(choices) == 1 and not denied else ""
 
 
 class _Unread(float):
@@ -162,9 +162,9 @@ class _Unread(float):
 
     _why: str
 
-    def __new__(cls, reply: str, right: str) -> _Unread:
+    def __new__(cls, reply: str, rule: str) -> _Unread:
         made = super().__new__(cls, math.nan)
-        made._why = f"nan, as the judge replied {reply[-100:]!r}; {right} (more max_tokens for one that thinks)"
+        made._why = f"nan, as the judge replied {reply[-100:]!r}; {rule} (more max_tokens for one that thinks)"
         return made
 
     def __repr__(self) -> str:
@@ -220,8 +220,8 @@ class Judge(JudgeConfig):
         return [self._read(reply) for reply in self._chat.answers(texts)]
 
     def _read(self, reply: str) -> float:
-        found = _NUMBER.findall(answer_of(reply))
-        score = float(found[0]) if len(found) == 1 else math.nan  # "from 1 to 10: 7" may be read as one likes
+        numbers = _NUMBER.findall(answer_of(reply))
+        score = float(numbers[0]) if len(numbers) == 1 else math.nan  # "from 1 to 10: 7" may be read as one likes
         if self.lowest <= score <= self.highest:
             return (score - self.lowest) / (self.highest - self.lowest)
         return _Unread(reply, f"must be one number from {self.lowest:g} to {self.highest:g}")

@@ -28,7 +28,7 @@ class MathAnswer(Reward):
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         references = column_values(columns, self.column)
-        return [float(self._right(text, str(right))) for text, right in zip(completions, references, strict=True)]
+        return [float(self._right(text, str(truth))) for text, truth in zip(completions, references, strict=True)]
 
     def _right(self, completion: str, reference: str) -> bool:
         library = _library()
@@ -36,8 +36,8 @@ class MathAnswer(Reward):
         if not wanted:
             raise ValueError(f"column {self.column!r} holds {reference[-200:]!r}; must hold a formula")
         marked = marked_answer(completion)
-        found = library.parse(completion if marked is None else _boxed(marked), parsing_timeout=None)
-        return bool(library.verify(wanted, found, timeout_seconds=None))
+        answer = library.parse(completion if marked is None else _boxed(marked), parsing_timeout=None)
+        return bool(library.verify(wanted, answer, timeout_seconds=None))
 
 
 def _boxed(formula: str) -> str:
@@ -49,8 +49,8 @@ def _library() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        right = "needs the library math-verify: pip install 'async-rlhf[math]'"
-        raise ConfigError(f"async_rlhf.rewards.mathematics {right} ({error})") from error
+        rule = "needs the library math-verify: pip install 'async-rlhf[math]'"
+        raise ConfigError(f"async_rlhf.rewards.mathematics {rule} ({error})") from error
     # Its time limits are signals, which only a main thread gets: it says at each call that there are none.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify

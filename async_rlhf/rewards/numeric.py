@@ -100,10 +100,10 @@ class NumericAnswer(Reward):
     def _right(self, completion: str, reference: Any) -> bool:
         wanted = find_reference(str(reference))
         if wanted is None:
-            right = "must hold a number, alone, with a unit, after #### or in \\boxed{}"
-            raise ValueError(f"column {self.column!r} holds {str(reference)[-200:]!r}; {right}")
-        found = find_answer(completion, self.strict)
-        return found is not None and abs(found - wanted) <= Fraction(str(self.tolerance))
+            rule = "must hold a number, alone, with a unit, after #### or in \\boxed{}"
+            raise ValueError(f"column {self.column!r} holds {str(reference)[-200:]!r}; {rule}")
+        answer = find_answer(completion, self.strict)
+        return answer is not None and abs(answer - wanted) <= Fraction(str(self.tolerance))
 
 
 def find_answer(text: str, strict: bool = False) -> Fraction | None:
@@ -141,12 +141,12 @@ def _only(text: str) -> Fraction | None:
             return None
         text = last if re.search("[0-9]", last) or middle else first
     text = _plain(text)
-    found = [match for match in _NUMBER.finditer(text) if match["number"] or match["malformed"]]
-    if not found or _NAMED.search(_before(found[0], text)) or (value := _read(found[0], text)) is None:
+    matches = [match for match in _NUMBER.finditer(text) if match["number"] or match["malformed"]]
+    if not matches or _NAMED.search(_before(matches[0], text)) or (value := _read(matches[0], text)) is None:
         return None
-    rest = re.sub(r"(?<=[\w}])(?:\^\s*(?:\{[^{}]*\}|-?[0-9]+)|[²³])", "", text[found[0].end() :])  # of a unit
+    rest = re.sub(r"(?<=[\w}])(?:\^\s*(?:\{[^{}]*\}|-?[0-9]+)|[²³])", "", text[matches[0].end() :])  # of a unit
     rest = re.sub(r"\A\s*\^\s*\{?\s*(?=\\|st|nd|rd|th)", " ", rest)  # 90^\circ, 5^{th}
-    return value if _WORDS.fullmatch(f"{text[: found[0].start()]}\0{rest}") else None
+    return value if _WORDS.fullmatch(f"{text[: matches[0].start()]}\0{rest}") else None
 
 
 def _last_boxed(text: str) -> str | None:
@@ -168,45 +168,45 @@ def _plain(text: str) -> str:
     text = text.replace("{,}", ",").replace(r"\$", "$")
     text = re.sub(r"(?<=[0-9])\\[,! ](?=[0-9])|(?<=,)\\!", "", text)  # LaTeX's small spaces between thousands
     text = re.sub(r"(?<=[0-9])(?=\\[dtc]?frac)", " ", text)  # 1\frac{1}{2} is one and a half
-    return _FRACTION.sub(lambda found: "/".join(part for part in found.groups() if part is not None), text)
+    return _FRACTION.sub(lambda match: "/".join(part for part in match.groups() if part is not None), text)
 
 
 def _numbers(text: str) -> list[Fraction | None]:
     """The numbers of a text; None for an invalid one, of which no part may be taken for the answer."""
     text = _plain(text)
-    found = [match for match in _NUMBER.finditer(text) if match["number"] or match["malformed"]]
-    return [_read(match, text) for match in found if not _NAMED.search(_before(match, text))]
+    matches = [match for match in _NUMBER.finditer(text) if match["number"] or match["malformed"]]
+    return [_read(match, text) for match in matches if not _NAMED.search(_before(match, text))]
 
 
-def _before(found: re.Match[str], text: str) -> str:
-    return text[max(0, found.start() - _WINDOW) : found.start()]
+def _before(match: re.Match[str], text: str) -> str:
+    return text[max(0, match.start() - _WINDOW) : match.start()]
 
 
-def _read(found: re.Match[str], text: str) -> Fraction | None:
+def _read(match: re.Match[str], text: str) -> Fraction | None:
     """The number; None for an invalid one, and for a part of something else."""
-    if found["malformed"] or found["power"]:
+    if match["malformed"] or match["power"]:
         return None
-    before, after = _before(found, text), text[found.end() : found.end() + _WINDOW]
+    before, after = _before(match, text), text[match.end() : match.end() + _WINDOW]
     if _BEFORE.search(before) or _AFTER.match(after):
         return None
     listed = _LISTED.search(before) and re.match(r"\s*\\?[)\]}]", after)
-    return None if listed else _value(found)
+    return None if listed else _value(match)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     def number(name: str) -> Fraction:
-        digits = re.sub(rf",|{_SPACE}", "", (found[name] or "").translate(_MINUS))
-        return Fraction(digits + (found["exponent"] or "" if name == "number" else ""))
+        digits = re.sub(rf",|{_SPACE}", "", (match[name] or "").translate(_MINUS))
+        return Fraction(digits + (match["exponent"] or "" if name == "number" else ""))
 
     try:
         value = number("number")
-        if found["denominator"]:
+        if match["denominator"]:
             value /= number("denominator")
-        if found["whole"] and value < 1:  # 1 1/2, but not "Step 3 8/2"
+        if match["whole"] and value < 1:  # 1 1/2, but not "Step 3 8/2"
             value += number("whole")
     except (ValueError, ZeroDivisionError):  # more digits than Python converts, or a denominator of 0
         return None
-    sign = ((found["sign"] or "") + (found["inner"] or "")).translate(_MINUS)
+    sign = ((match["sign"] or "") + (match["inner"] or "")).translate(_MINUS)
     return -value if sign == "-" else value
 
 

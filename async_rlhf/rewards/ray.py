@@ -44,12 +44,12 @@ class RewardActor(Signs):
         model: reference to the reward model, in a list; or an empty one.
         functions: reward functions by name, pickled.
         seed: of the run.
-        place: what it reserves.
+        resources: what it reserves.
     """
 
-    def __init__(self, model: list[ray.ObjectRef], functions: bytes, seed: int, place: Place) -> None:
+    def __init__(self, model: list[ray.ObjectRef], functions: bytes, seed: int, resources: Place) -> None:
         super().__init__()
-        self._reference, self._pickled, self._seed, self._place = model, functions, seed, place
+        self._reference, self._pickled, self._seed, self._resources = model, functions, seed, resources
         self._model: PreTrainedModel | None = None
         self._functions: SharedFunctions | None = None
 
@@ -57,15 +57,15 @@ class RewardActor(Signs):
     def score(self, batches: list[list[Row]], autocast: torch.dtype | None) -> list[Tensor]:
         """Scores of each batch of rows by the reward model."""
         if self._model is None:
-            torch.set_num_threads(self._place.threads)
-            self._model = ray.get(self._reference[0]).to(self._place.device).eval()
+            torch.set_num_threads(self._resources.threads)
+            self._model = ray.get(self._reference[0]).to(self._resources.device).eval()
         return [score_batch(self._model, batch, autocast) for batch in batches]
 
     @ray.method(concurrency_group="work")
     def call(self, *arguments: Any) -> list[Outcome]:
         """See :meth:`~async_rlhf.rewards.shares.SharedFunctions.call`."""
         if self._functions is None:
-            torch.set_num_threads(self._place.threads)
+            torch.set_num_threads(self._resources.threads)
             self._functions = SharedFunctions(cloudpickle.loads(self._pickled), self._seed)
         return self._functions.call(*arguments)
 
@@ -79,11 +79,11 @@ class RewardPool:
     """
 
     def __init__(self, config: OnlineConfig, *arguments: Any) -> None:
-        place, room_timeout = reward_place(config.ray), config.ray.room_timeout
+        resources, room_timeout = reward_place(config.ray), config.ray.room_timeout
         self._config = config
         self._restarts = 0
         self._actors = [
-            Actor(f"reward worker {number}", RewardActor, (*arguments, config.seed, place), place, room_timeout)
+            Actor(f"reward worker {number}", RewardActor, (*arguments, config.seed, resources), resources, room_timeout)
             for number in range(config.ray.reward_workers)
         ]
         for actor in self._actors:
@@ -172,8 +172,8 @@ class RayScorer(Scorer):
         self._here = {name: f for name, f in self.reward_funcs.items() if name in kept}
         shared = {name: f for name, f in self.reward_funcs.items() if name not in kept}
         if not shared and self.reward_model is None:
-            right = "must be 0: the reward functions keep a state (state_dict), so this process has to call them"
-            raise ConfigError(f"ray.reward_workers: got {self.config.ray.reward_workers}; {right}")
+            rule = "must be 0: the reward functions keep a state (state_dict), so this process has to call them"
+            raise ConfigError(f"ray.reward_workers: got {self.config.ray.reward_workers}; {rule}")
         self._pickled = _pickled(shared)
         self._any_shared = bool(shared)
         if self.reward_model is not None:  # it is sent like this, and stays so in each worker
@@ -233,8 +233,8 @@ def _pickled(functions: Mapping[str, RewardFunction]) -> bytes:
         try:
             cloudpickle.dumps(function)
         except Exception as error:  # of any kind: objects have their own ways to refuse pickling
-            right = "with ray.reward_workers it must be a function that can be pickled"
-            raise ConfigError(f"reward_funcs: {name}: {right}: {type(error).__name__}: {error}") from error
+            rule = "with ray.reward_workers it must be a function that can be pickled"
+            raise ConfigError(f"reward_funcs: {name}: {rule}: {type(error).__name__}: {error}") from error
     return cloudpickle.dumps(dict(functions))
 
 

@@ -65,9 +65,9 @@ def score(
     rows = zip(prompts, completions, task, answer, metadata, strict=True)
     return [
         _score(
-            name, answer_of(text, prompt), {"question": prompt, "answer": right, "metadata": _decode(json.loads(known))}
+            name, answer_of(text, prompt), {"question": prompt, "answer": truth, "metadata": _decode(json.loads(known))}
         )
-        for prompt, text, name, right, known in rows
+        for prompt, text, name, truth, known in rows
     ]
 
 
@@ -76,9 +76,9 @@ vars(score)["by_prompt"] = True
 
 def _score(task: str, completion: str, entry: dict[str, Any]) -> float:
     scorer = _scorer(task)
-    found = _library().utils.extract_answer(completion)
+    answer = _library().utils.extract_answer(completion)
     try:
-        return float(scorer(completion.strip() if found is None else found, entry))
+        return float(scorer(completion.strip() if answer is None else answer, entry))
     except Exception as error:  # of any kind: some scorers assume that a model's text is well-formed
         logger.debug("%s cannot read %r: %s: %s", task, completion[-200:], type(error).__name__, error)
         return 0.0
@@ -100,8 +100,8 @@ def _library() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        right = "needs the library reasoning-gym: pip install 'async-rlhf[reasoning-gym]'"
-        raise ConfigError(f"async_rlhf.rewards.reasoning_gym {right} ({error})") from error
+        rule = "needs the library reasoning-gym: pip install 'async-rlhf[reasoning-gym]'"
+        raise ConfigError(f"async_rlhf.rewards.reasoning_gym {rule} ({error})") from error
     return reasoning_gym
 
 

@@ -117,7 +117,7 @@ class RewardModels(Checked):
 
         from async_rlhf.models.forward import score_rows
 
-        found = []
+        scores = []
         for loaded in self._loaded:
             model = loaded.model
             rows = loaded.rows(prompts, completions, chats)
@@ -127,8 +127,8 @@ class RewardModels(Checked):
                 name = model.config.name_or_path
                 raise ValueError(f"reward model {name!r} reads {limit} tokens, and a text has {longest}")
             with torch.no_grad():
-                found.append(score_rows(model, rows, self.batch_size).double())
-        return torch.stack(found)
+                scores.append(score_rows(model, rows, self.batch_size).double())
+        return torch.stack(scores)
 
     def _together(self, scores_MR: Any) -> Any:
         if self.how == "minimum":
@@ -141,13 +141,13 @@ class RewardModels(Checked):
     @cached_property
     def _loaded(self) -> list[_Loaded]:
         """Functions of one run share the models that both have."""
-        found = []
+        models = []
         for name in self.models:
             what = name, self.device, self.trust_remote_code
             model = _LOADED.get(what) or _Loaded(*what)
             _LOADED[what] = model
-            found.append(model)
-        return found
+            models.append(model)
+        return models
 
 
 def _chats_of(count: int, columns: Mapping[str, Any]) -> list[Sequence[Message] | None]:
@@ -173,11 +173,11 @@ def _messages(prompt: str) -> list[Message]:
     """The messages of a prompt: of one that is a chat, which reward functions see as text, or of a question."""
     if prompt.startswith("[{"):
         try:
-            found = ast.literal_eval(prompt)
+            messages = ast.literal_eval(prompt)
         except (ValueError, SyntaxError):
-            found = None
-        if isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found):
-            return found
+            messages = None
+        if isinstance(messages, list) and all(isinstance(message, dict) and "role" in message for message in messages):
+            return messages
     return [{"role": "user", "content": prompt}]
 
 
@@ -199,8 +199,8 @@ class RewardServer(EndpointConfig):
 
     def check(self) -> None:
         self.require_public()
-        right = "must have {completion} in it"
-        require("{completion}" in self.template, "reward_server.template", self.template, right)
+        rule = "must have {completion} in it"
+        require("{completion}" in self.template, "reward_server.template", self.template, rule)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
         """The rewards."""
@@ -219,8 +219,8 @@ class RewardServer(EndpointConfig):
             raise JudgeError(f"reward server {self.url} gave no scores ({described(answer)})")
         scores = _scores_in(answer)
         if len(scores) != len(texts):
-            right = f'must be {len(texts)} scores, as {{"data": [{{"probs": [...]}}, ...]}} or {{"scores": [...]}}'
-            raise JudgeError(f"reward server {masked(self.url)} replied {answer.text[:200]!r}; {right}")
+            rule = f'must be {len(texts)} scores, as {{"data": [{{"probs": [...]}}, ...]}} or {{"scores": [...]}}'
+            raise JudgeError(f"reward server {masked(self.url)} replied {answer.text[:200]!r}; {rule}")
         return scores
 
     @cached_property
@@ -231,10 +231,10 @@ class RewardServer(EndpointConfig):
 def _scores_in(answer: httpx.Response) -> list[float]:
     """The scores of a reply; none of one that cannot be read. Of several classes the last counts."""
     try:
-        found = answer.json()
-        if "scores" in found:
-            return [float(score) for score in found["scores"]]
-        return [float(one["probs"][-1]) for one in sorted(found["data"], key=lambda one: one["index"])]
+        body = answer.json()
+        if "scores" in body:
+            return [float(score) for score in body["scores"]]
+        return [float(entry["probs"][-1]) for entry in sorted(body["data"], key=lambda entry: entry["index"])]
     except (ValueError, LookupError, TypeError):
         return []
 

@@ -158,16 +158,16 @@ class StoppableFunction:
                 self._late = True
                 self._send_kill()
                 raise TooLateError
-            found, states = self._pipe.recv()
+            outcome, states = self._pipe.recv()
         except (EOFError, OSError):
             raise ProcessDiedError(self._epitaph()) from None
         finally:
             self._idle.set()
         if states is not None:
             restore(*states)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def close(self) -> None:
         """End the process."""
@@ -249,9 +249,9 @@ def _serve(
             if torch.get_num_threads() != threads:  # sums depend on it
                 torch.set_num_threads(threads)
             restore(*before)
-            found = _sendable(outcome_of(partial(function, **arguments), time.monotonic() + limit))
+            outcome = _sendable(outcome_of(partial(function, **arguments), time.monotonic() + limit))
             after = capture(gpus=False)
-            pipe.send((found, None if equal(before, after) else after))
+            pipe.send((outcome, None if equal(before, after) else after))
 
 
 def _sendable(outcome: list[Any] | BaseException) -> list[Any] | BaseException:

@@ -106,8 +106,8 @@ class Scorer:
         self.prompt_field = prompt_field
         self.skip = config.reward_errors == "skip"
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
-        right = f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}"
-        require(len(weights) == len(names), "reward_weights", weights, right)
+        rule = f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}"
+        require(len(weights) == len(names), "reward_weights", weights, rule)
         self._weights = dict(zip(names, weights, strict=True))
         by_prompt = all(getattr(function, "by_prompt", False) for function in reward_funcs)
         join = _Judged.join if reward_funcs and by_prompt and not self.model_elsewhere else None
@@ -361,11 +361,11 @@ def _by_name(functions: Sequence[RewardFunction], with_model: bool) -> dict[str,
 
 def _counted(missing_R: Tensor, why: Mapping[str, Tensor]) -> dict[str, int]:
     """How many missing scores each cause explains; of several causes of a score the first counts."""
-    found, left_R = {}, missing_R
+    counts, left_R = {}, missing_R
     for cause, failed_R in {**why, "no reward applies, or their sum is too large": missing_R}.items():
-        found[cause] = int((left_R & failed_R).sum())
+        counts[cause] = int((left_R & failed_R).sum())
         left_R = left_R & ~failed_R
-    return {cause: count for cause, count in found.items() if count}
+    return {cause: count for cause, count in counts.items() if count}
 
 
 def _metrics(
@@ -392,11 +392,11 @@ def _of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
     if all(sample.messages is None for sample in samples):
         return {}
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
-    found = {name: [sample.metrics[name] for sample in samples if name in sample.metrics] for name in names}
-    found["observed_tokens"] = [float((~sample.sampled[sample.sampled.argmax() :]).sum()) for sample in samples]
-    found["reward"] = [_environment_reward(sample) for sample in samples]
-    failed = sum(found.pop("failed", ()))
-    known = {name: [value for value in each if not math.isnan(value)] for name, each in found.items()}
+    metrics = {name: [sample.metrics[name] for sample in samples if name in sample.metrics] for name in names}
+    metrics["observed_tokens"] = [float((~sample.sampled[sample.sampled.argmax() :]).sum()) for sample in samples]
+    metrics["reward"] = [_environment_reward(sample) for sample in samples]
+    failed = sum(metrics.pop("failed", ()))
+    known = {name: [value for value in each if not math.isnan(value)] for name, each in metrics.items()}
     return {
         "episode/failed": failed,
         **{f"episode/{name}": float(np.mean(each)) for name, each in known.items() if each},
@@ -409,10 +409,10 @@ def _out_of_room(samples: Sequence[Sample], limits: GenerationConfig) -> dict[st
     """
     if limits.max_turns is None:
         return {}
-    cut = [one for one in samples if one.finish_reason == "length" and "failed" not in one.metrics]
-    turns = sum(one.metrics.get("turns", 0.0) >= limits.max_turns for one in cut)
-    short = [one for one in cut if one.metrics.get("turns", 0.0) < limits.max_turns]
-    room = sum(_last_answer(one) < limits.response_length for one in short)
+    cut = [sample for sample in samples if sample.finish_reason == "length" and "failed" not in sample.metrics]
+    turns = sum(sample.metrics.get("turns", 0.0) >= limits.max_turns for sample in cut)
+    short = [sample for sample in cut if sample.metrics.get("turns", 0.0) < limits.max_turns]
+    room = sum(_last_answer(sample) < limits.response_length for sample in short)
     return {"episode/out_of_room": room / len(samples), "episode/out_of_turns": turns / len(samples)}
 
 

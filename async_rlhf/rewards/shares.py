@@ -49,19 +49,19 @@ class SharedFunctions:
         def judged(part: slice) -> list[Outcome]:
             seed_by(self._seed, prompts[part], completions[part])
             columns_here = {name: values[part] for name, values in columns.items()}
-            found = []
+            outcomes = []
             for outcome in judge(self._functions, prompts[part], completions[part], columns_here, timeout, retries):
-                found.append(outcome)
+                outcomes.append(outcome)
                 if outcome[2] is not None and not skip:
                     break
-            return found
+            return outcomes
 
         if not self._draw:
-            found, after = judged(slice(None)), capture()
+            outcomes, after = judged(slice(None)), capture()
             seed_by(self._seed, prompts, completions)
             self._draw = not equal(capture(), after)
             if not self._draw:
-                return found
+                return outcomes
         rewards: dict[str, list[float | None]] = {}
         errors: dict[str, RewardError | None] = {}
         for first in range(0, len(prompts), samples):

@@ -43,19 +43,19 @@ class ExactMatch(Reward):
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         references = column_values(columns, self.column)
-        return [float(self._matches(text, right)) for text, right in zip(completions, references, strict=True)]
+        return [float(self._matches(text, reference)) for text, reference in zip(completions, references, strict=True)]
 
     def _matches(self, completion: str, reference: Any) -> bool:
         if reference is None:
             raise ValueError(f"column {self.column!r} has an empty value; must be the right answer")
         answer: str | None = completion
         if self.extract is not None:
-            found = _matches(self.extract, completion, every=True)
-            answer = found[-1][min(1, found[-1].re.groups)] if found else None
+            matches = _matches(self.extract, completion, every=True)
+            answer = matches[-1][min(1, matches[-1].re.groups)] if matches else None
         if answer is None:
             return False
         several = reference if isinstance(reference, (list, tuple)) else [reference]
-        return self._normal(answer) in {self._normal(str(one)) for one in several}
+        return self._normal(answer) in {self._normal(str(alternative)) for alternative in several}
 
     def _normal(self, text: str) -> str:
         if self.whitespace == "strip":
@@ -97,10 +97,10 @@ class Regex(Reward):
         return [float(bool(_matches(pattern, text, self.full))) for pattern, text in pairs]
 
     def _check_own(self, number: int, pattern: Any) -> None:
-        place = f"column {self.column!r}, row {number} of the batch"
+        location = f"column {self.column!r}, row {number} of the batch"
         if not isinstance(pattern, str):
-            raise ValueError(f"{place}: got {pattern!r}; must be a regular expression")
-        check_pattern(place, pattern)
+            raise ValueError(f"{location}: got {pattern!r}; must be a regular expression")
+        check_pattern(location, pattern)
 
 
 @configuration
@@ -126,8 +126,8 @@ class Length(Reward):
     def check(self) -> None:
         least = self.minimum or 0
         self.require(self.maximum is None or self.maximum >= least, "maximum", f"must be at least {least}")
-        right = "must be left out with minimum or maximum"
-        require(self.target is None or self.minimum is self.maximum is None, "target", self.target, right)
+        rule = "must be left out with minimum or maximum"
+        require(self.target is None or self.minimum is self.maximum is None, "target", self.target, rule)
 
     def rewards(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         return [self._reward(len(text.split() if self.unit == "words" else text)) for text in completions]
@@ -172,19 +172,19 @@ def _matches(pattern: str, text: str, full: bool = False, every: bool = False) -
     try:
         if every:
             return list(compiled.finditer(text, **options))
-        found = (compiled.fullmatch if full else compiled.search)(text, **options)
+        match = (compiled.fullmatch if full else compiled.search)(text, **options)
     except TimeoutError:
         raise ValueError(
             f"pattern {pattern!r:.200} was not done with {text!r:.200} after {MATCH_SECONDS:g} s; must be one that "
             "does not try for ever, without repetition within repetition such as (a+)+"
         ) from None
-    return [] if found is None else [found]
+    return [] if match is None else [match]
 
 
 def check_pattern(key: str, pattern: str | None) -> None:
     """Require a regular expression, or None."""
-    right = r"has a backspace; write r'\b' for the edge of a word: '\b' without r is that in Python"
-    require("\b" not in (pattern or ""), key, pattern, right)
+    rule = r"has a backspace; write r'\b' for the edge of a word: '\b' without r is that in Python"
+    require("\b" not in (pattern or ""), key, pattern, rule)
     try:
         matching.compile(pattern or "", _FLAGS)
     except (matching.error, OverflowError, RecursionError) as error:

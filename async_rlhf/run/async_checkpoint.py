@@ -72,15 +72,15 @@ class ShardedSaves:
                 part(made[0])
             folder = ranks.broadcast("folder of a checkpoint", lambda: made[0])
             state: Any = self._stager.stage(own_state(self._run.learner))
-            models = {place: self._copy(place, state) for place in self._models}
+            models = {subfolder: self._copy(subfolder, state) for subfolder in self._models}
             self._path, whole = path, stack.pop_all()
         shards = folder / "resume" / SHARDS
 
         def write_models(in_shards: bool) -> None:
-            for place, write in models.items():
-                prefix, copies = self._models[place]
+            for subfolder, write in models.items():
+                prefix, copies = self._models[subfolder]
                 if is_main and copies.in_shards == in_shards:
-                    write(folder / place, whole_weights(shards, prefix, copies.names) if in_shards else ())
+                    write(folder / subfolder, whole_weights(shards, prefix, copies.names) if in_shards else ())
 
         def write_rest() -> None:
             write_models(in_shards=False)
@@ -109,8 +109,8 @@ class ShardedSaves:
         self._save = save
         threading.Thread(target=work, name=f"saving {path.name}", daemon=True).start()
 
-    def _copy(self, place: str, state: Mapping[str, Tensor]) -> WriteWith:
-        prefix, copies = self._models[place]
+    def _copy(self, subfolder: str, state: Mapping[str, Tensor]) -> WriteWith:
+        prefix, copies = self._models[subfolder]
         name = f"{WEIGHT}{prefix}"
         return copies.take({key.removeprefix(name): tensor for key, tensor in state.items() if key.startswith(name)})
 

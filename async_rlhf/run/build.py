@@ -140,9 +140,9 @@ def build(config: OnlineConfig, inputs: Inputs) -> Run:
     judged = inputs.reward_model is not None or len(inputs.reward_funcs) > 0 or inputs.world.gives_rewards
     check_rewards(judged, inputs.reward_model)
     inputs.world.check(config.generation.max_turns)
-    right = "must be null with a model that is loaded already; give its name"
+    rule = "must be null with a model that is loaded already; give its name"
     by_name = isinstance(inputs.model, str) or config.lora.base_bits is None
-    require(by_name, "lora.base_bits", config.lora.base_bits, right)
+    require(by_name, "lora.base_bits", config.lora.base_bits, rule)
     start = inputs.start or begin(config, inputs.model, algorithm)
     ranks, failure_detector = start.ranks, start.failure_detector
     if config.deterministic and rank_device(config, ranks).type == "cuda":
@@ -169,8 +169,8 @@ def _algorithm(config: OnlineConfig, algorithm: Algorithm | None) -> Algorithm:
     """The algorithm that the configuration is for; a trainer of GRPO takes those that derive from its own, too."""
     if algorithm is None or (algorithm.config is not type(config) and isinstance(config, algorithm.config)):
         return of_config(config)
-    right = f"must be of type {algorithm.config.__name__}"
-    require(type(config) is algorithm.config, "args", type(config).__name__, right)
+    rule = f"must be of type {algorithm.config.__name__}"
+    require(type(config) is algorithm.config, "args", type(config).__name__, rule)
     return algorithm
 
 
@@ -192,9 +192,9 @@ def _build(
     prompts, eval_prompts = _read_prompts(config, inputs, chat, ranks)
     parallel, device = make_parallel(config, ranks), rank_device(config, ranks)
     require_optimizer(config, parallel, inputs.optimizers[0])
-    right = f'must be "ddp" or "fsdp" to go on from {folder.checkpoint}, which is sharded'
+    rule = f'must be "ddp" or "fsdp" to go on from {folder.checkpoint}, which is sharded'
     legible = parallel.takes_shards or resumed is None or not resumed.sharded
-    require(legible, "parallel.strategy", config.parallel.strategy, right)
+    require(legible, "parallel.strategy", config.parallel.strategy, rule)
     models = load_models(config, algorithm, inputs, chat, parallel, device)
     if not is_on_meta(models.policy):
         require_repeatable(disable_dropout(models.policy), "model")
@@ -274,18 +274,18 @@ def _fingerprints(
     inputs: Inputs, learner: Learner, scorer: Scorer, params: SamplingParams, prompts: SharedPrompts
 ) -> dict[str, str]:
     """Of the inputs that decide the result, but for a reward model."""
-    found = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
+    fingerprints = {"ref_model": learner.fingerprint, "reward_funcs": ", ".join(scorer.reward_funcs)}
     if params.episodes is not None:
-        found["environment"] = params.episodes.environment.name
+        fingerprints["environment"] = params.episodes.environment.name
     engine = learner.config.generation.engine
-    own = [learner.algorithm, *inputs.callbacks, *inputs.reward_funcs, *filter(None, inputs.optimizers)]
-    own += [] if engine in engines.ENGINES else [engines.load(engines.find(engine).make)]
-    found |= code_digests([*own, *(Sent.of(one).value for one in inputs.world.all)])
+    components = [learner.algorithm, *inputs.callbacks, *inputs.reward_funcs, *filter(None, inputs.optimizers)]
+    components += [] if engine in engines.ENGINES else [engines.load(engines.find(engine).make)]
+    fingerprints |= code_digests([*components, *(Sent.of(part).value for part in inputs.world.all)])
     if inputs.optimizers[0] is not None:
-        found["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
+        fingerprints["optimizers"] = ", ".join(type(each).__name__ for each in inputs.optimizers)
     if prompts.stream is not None:
-        found["train_dataset"] = prompts.stream.fingerprint()
-    return found
+        fingerprints["train_dataset"] = prompts.stream.fingerprint()
+    return fingerprints
 
 
 def _callbacks(
@@ -299,9 +299,9 @@ def _callbacks(
 ) -> Callbacks:
     """The callbacks, and the trackers' runs that they go on with, if the run goes on in its folder."""
     known = {**record.flat(), **{f"async_rlhf.{name}": value for name, value in code().items()}}
-    found = tracked_runs(folder.path) if folder.goes_on and learner.ranks.is_main else {}
+    identities = tracked_runs(folder.path) if folder.goes_on and learner.ranks.is_main else {}
     known |= derived(config, None if prompts.stream is None else len(prompts.stream))
-    return Callbacks(config, learner, tokenizer, inputs.callbacks, known, found)
+    return Callbacks(config, learner, tokenizer, inputs.callbacks, known, identities)
 
 
 def _find_checkpoint(config: OnlineConfig, algorithm: Algorithm, ranks: Ranks) -> tuple[RunFolder, ResumeState | None]:

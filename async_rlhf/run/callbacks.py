@@ -209,9 +209,9 @@ class StopAtPeak(TrainerCallback, ExportableState):
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Compare; a result that is missing, because no completion has a score, is no new best."""
-        found = (metrics or {}).get(self.name)
-        if found is not None and (self.best is None or self.sign * found > self.sign * self.best):
-            self.best, self.best_batch, self.waited = found, state.global_step, 0
+        metric = (metrics or {}).get(self.name)
+        if metric is not None and (self.best is None or self.sign * metric > self.sign * self.best):
+            self.best, self.best_batch, self.waited = metric, state.global_step, 0
             return
         self.waited += 1
         if self.waited < self.patience:
@@ -231,7 +231,7 @@ class Callbacks:
         processing_class: the tokenizer.
         callbacks: the user's, classes or instances, called only on rank 0. The other ranks have only the state.
         known: what trackers show as the configuration; None for ``config`` alone.
-        found: the runs of trackers to go on with, from :func:`tracked_runs`.
+        identities: the runs of trackers to go on with, from :func:`tracked_runs`.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Callbacks:
         processing_class: Any,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         known: Mapping[str, Any] | None = None,
-        found: Mapping[str, Mapping[str, Any]] | None = None,
+        identities: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.arguments = training_arguments(config, known)
         self.state = OnlineTrainerState(
@@ -254,15 +254,15 @@ class Callbacks:
         self._leads = is_main = learner.ranks.is_main
         unit = "step" if learner.algorithm.supervised else "batch"
         self._progress = ProgressCallback(unit) if config.progress and is_main else None
-        integrations = tracker_callbacks(config.report_to if is_main else (), config.project, found or {})
-        self._trackers = {name: one for name, one in integrations.items() if isinstance(one, (Wandb, TensorBoard))}
-        self._found, self._whole = dict(found or {}), False
+        integrations = tracker_callbacks(config.report_to if is_main else (), config.project, identities or {})
+        self._trackers = {name: run for name, run in integrations.items() if isinstance(run, (Wandb, TensorBoard))}
+        self._identities, self._whole = dict(identities or {}), False
         self.uploads = HubUploads(config) if config.push_to_hub and is_main else None
         self.pending_eval: str | None = None
         """The first checkpoint since an evaluation was asked for whose answers are not here yet."""
         peak = StopAtPeak(config) if config.early_stopping_patience is not None else None
         ours = [self._progress, *integrations.values(), *callbacks, self.uploads, peak] if is_main else []
-        called = [DefaultFlowCallback, *(one for one in ours if one is not None)]
+        called = [DefaultFlowCallback, *(callback for callback in ours if callback is not None)]
         self._handler = CallbackHandler(called, learner.policy, processing_class, learner.optimizer, learner.scheduler)
         self.control = self._handler.on_init_end(self.arguments, self.state, self.control)
 
@@ -292,7 +292,7 @@ class Callbacks:
     def begin(self) -> None:
         """Before the first batch."""
         self.control = self._handler.on_train_begin(self.arguments, self.state, self.control)
-        identities = self._found | {name: tracker.identity() for name, tracker in self._trackers.items()}
+        identities = self._identities | {name: tracker.identity() for name, tracker in self._trackers.items()}
         path = Path(self.arguments.online_config.output_dir) / TRACKERS
         if identities:
             write_file(path, json.dumps(identities, indent=1, default=str))
@@ -345,20 +345,20 @@ class Callbacks:
     @property
     def kept(self) -> list[str]:
         """The checkpoints that stay, however old they are."""
-        return [one for one in (self.state.best_model_checkpoint, self.pending_eval) if one is not None]
+        return [path for path in (self.state.best_model_checkpoint, self.pending_eval) if path is not None]
 
     def _judge(self, checkpoint: Path) -> None:
         config = self.arguments.online_config
         name = config.metric_for_best_model
         if name is None:
             return
-        found = self.state.newest.get(name)
-        if found is None:  # not evaluated yet, or no such metric: in either case the checkpoint itself is good
+        metric = self.state.newest.get(name)
+        if metric is None:  # not evaluated yet, or no such metric: in either case the checkpoint itself is good
             logger.warning("metric_for_best_model: %r has not been logged so far", name)
             return
         best = self.state.best_metric
-        if best is None or (found > best if config.greater_is_better else found < best):
-            self.state.best_metric, self.state.best_model_checkpoint = found, str(checkpoint)
+        if best is None or (metric > best if config.greater_is_better else metric < best):
+            self.state.best_metric, self.state.best_model_checkpoint = metric, str(checkpoint)
 
     def saved(self, batch: int) -> None:
         """The checkpoint after a batch is whole; callbacks are shown the state with that batch as ``global_step``."""
@@ -398,7 +398,7 @@ class Callbacks:
 def tracked_runs(folder: Path) -> dict[str, dict[str, Any]]:
     """The runs of trackers in which the run in this folder is logged: tracker -> how to find it."""
     try:
-        found = from_json((folder / TRACKERS).read_text(encoding="utf-8"))
-        return {name: dict(identity) for name, identity in found.items() if name in TRACKED}
+        trackers = from_json((folder / TRACKERS).read_text(encoding="utf-8"))
+        return {name: dict(identity) for name, identity in trackers.items() if name in TRACKED}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

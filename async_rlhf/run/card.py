@@ -85,7 +85,7 @@ class Card:
             "staleness in batches": lag if config.staleness else "0: sampling and training in turn",
             "started from": _place(values["model"]) or "a model made in Python",
             "prompts": prompts + (f", {self.prompts:,} of them" if self.prompts else ""),
-            "rewards": ", ".join(_place(one) for one in rewards if one) or "a model made in Python",
+            "rewards": ", ".join(_place(reward) for reward in rewards if reward) or "a model made in Python",
             **({"tools": ", ".join(map(_place, values["tools"]))} if values.get("tools") else {}),
             "size": f"{config.num_batches:,} batches of {config.batch_size} prompts with {config.samples_per_prompt} "
             f"completions each; {config.num_optimizer_steps:,} optimiser steps",
@@ -136,6 +136,6 @@ def _place(name: Any) -> str:
     return f"{Path(path).name}{colon}{rest}" if local else name
 
 
-def _version(found: Mapping[str, Any]) -> str:
-    commit = found["commit"]
-    return found["version"] + (f", commit {commit}" if commit else "") + (" with changes" if found["dirty"] else "")
+def _version(package: Mapping[str, Any]) -> str:
+    commit = package["commit"]
+    return package["version"] + (f", commit {commit}" if commit else "") + (" with changes" if package["dirty"] else "")

@@ -114,8 +114,8 @@ class ResumeState:
             ConfigError: another version of this package has written it, in another format.
         """
         if (folder / "state.json").is_file():  # of `sft` or `reward` when they had a format of their own
-            right = "go on with the version that has written it, or set overwrite to start at the beginning"
-            raise ConfigError(f"resume: {str(folder)!r} is a stage's checkpoint of an older format; {right}")
+            rule = "go on with the version that has written it, or set overwrite to start at the beginning"
+            raise ConfigError(f"resume: {str(folder)!r} is a stage's checkpoint of an older format; {rule}")
         folder = folder / "resume"
         try:
             values = from_json((folder / "state.json").read_text(encoding="utf-8"))
@@ -142,13 +142,13 @@ class ResumeState:
         path = folder / "resume" / "evaluation.jsonl"
         if not path.exists():
             return
-        found = [] if stream is None else _read_batches(path, stream)
-        prompts = [group.prompt.tokens for batch in found for group in batch.groups]
+        batches = [] if stream is None else _read_batches(path, stream)
+        prompts = [group.prompt.tokens for batch in batches for group in batch.groups]
         rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         groups = [group for row in rows for group in row["groups"]]
         same = stream is not None and all(_asked(g, len(p)) == p for g, p in zip(groups, prompts, strict=False))
         if ranks.broadcast("evaluation under way", lambda: same):
-            (self.evaluation,) = found
+            (self.evaluation,) = batches
         elif ranks.is_main:
             logger.warning("WARNING: the evaluation that was under way is left out: eval_dataset is another, or none")
 
@@ -163,11 +163,11 @@ class ResumeState:
             ConfigError: names every key that differs, unless ``resume_anyway``.
         """
         seen = self.batch * config.batch_size
-        right = f"must be at least the {seen} that the checkpoint has seen"
+        rule = f"must be at least the {seen} that the checkpoint has seen"
         name = "total_episodes" if config.batches is None else "batches"
-        right = right if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
+        rule = rule if config.batches is None else f"must be at least the {self.batch} that the checkpoint has seen"
         enough = config.epochs is not None or self.batch <= config.num_batches
-        require(enough, name, getattr(config, name), right)
+        require(enough, name, getattr(config, name), rule)
         known = with_new_keys(without_secrets(self.config), config)
         old, new = (
             {key: value for key, value in values.items() if not may_change(config, key)}
@@ -233,10 +233,10 @@ def _read_batches(path: Path, stream: SharedPrompts) -> list[Batch]:
     """Batches as :func:`_rollout_rows` wrote them. Every rank must call it, and rank 0 alone gets completions."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     draws = [group["draw"] for row in rows for group in row["groups"]]
-    found = stream.prompts(draws)
-    if not found:
+    drawn = stream.prompts(draws)
+    if not drawn:
         rows = [{**row, "groups": []} for row in rows]
-    prompts = dict(zip(draws, found, strict=bool(found)))
+    prompts = dict(zip(draws, drawn, strict=bool(drawn)))
     return [_rollout_batch(row, prompts) for row in rows]
 
 
@@ -296,13 +296,13 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 parameter.copy_(tensors[f"adapter.{name}"])
-    for part, place, key in ((model.policy, folder, "model"), (model.value, folder / "value_model", "value_model")):
+    for part, path, key in ((model.policy, folder, "model"), (model.value, folder / "value_model", "value_model")):
         adapted = part is not None and has_adapters(part)
         if isinstance(part, nn.Linear):
-            load_value_head(place, part)
+            load_value_head(path, part)
         elif part is not None and not (part.can_generate() and adapted):
             load = load_policy if part.can_generate() else load_reward_model
-            saved = load(str(place), key=key, trust=trust, on_meta=is_on_meta(part))
+            saved = load(str(path), key=key, trust=trust, on_meta=is_on_meta(part))
             take_weights(part, saved, "score" if adapted else "")
 
 

@@ -60,9 +60,9 @@ class RunConfig(RewardedConfig, WorldConfig):
         """This class with one algorithm's keys for ``train``, for parsing."""
         kind = find(algorithm).config
         # No default for train: that would be a run of default size, which not every number of ranks can divide.
-        own = [("train", kind, field(kw_only=True)), ("algorithm", str, key(algorithm, main="training"))]
+        keys = [("train", kind, field(kw_only=True)), ("algorithm", str, key(algorithm, main="training"))]
         namespace = {"__doc__": RunConfig.__doc__}
-        return make_dataclass("RunConfig", own, bases=(RunConfig,), frozen=True, namespace=namespace)
+        return make_dataclass("RunConfig", keys, bases=(RunConfig,), frozen=True, namespace=namespace)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By the algorithm's name: a class from a file of the user's own is loaded where it is unpickled."""
@@ -77,16 +77,16 @@ class RunConfig(RewardedConfig, WorldConfig):
 
     def check(self) -> None:
         algorithm = find(self.algorithm)
-        right = f"must be a {algorithm.config.__name__} with algorithm {self.algorithm!r}"
-        require(type(self.train) is algorithm.config, "train", type(self.train).__name__, right)
-        right = f"must be null: {self.algorithm!r} has no value model"
+        rule = f"must be a {algorithm.config.__name__} with algorithm {self.algorithm!r}"
+        require(type(self.train) is algorithm.config, "train", type(self.train).__name__, rule)
+        rule = f"must be null: {self.algorithm!r} has no value model"
         needs = algorithm.needs(self.train)
-        require(self.value_model is None or needs.values, "value_model", self.value_model, right)
+        require(self.value_model is None or needs.values, "value_model", self.value_model, rule)
         check_functions(self.reward_funcs)
         check_functions(self.callbacks, "callbacks")
         weights, functions = self.train.reward_weights, self.reward_funcs
-        right = f"must be empty, or one number for each of the {len(functions)} of reward_funcs"
-        require(len(weights) in (0, len(functions)), "train.reward_weights", weights, right)
+        rule = f"must be empty, or one number for each of the {len(functions)} of reward_funcs"
+        require(len(weights) in (0, len(functions)), "train.reward_weights", weights, rule)
         steps, held = self.train.eval_steps, self.data.eval is not None or self.data.eval_fraction is not None
         require(steps == 0 or held, "train.eval_steps", steps, "must be 0 without data.eval or data.eval_fraction")
         if not held:

@@ -22,8 +22,8 @@ def episode_rows(batch: int, groups: Sequence[Group], evaluated: int | None = No
     """
     for group in groups:
         for number, sample in enumerate(group.samples):
-            place = {"batch": batch, "evaluated": evaluated, "draw": group.prompt.draw, "sample": number}
-            yield place | {"finish_reason": sample.finish_reason, **sample.episode}
+            key = {"batch": batch, "evaluated": evaluated, "draw": group.prompt.draw, "sample": number}
+            yield key | {"finish_reason": sample.finish_reason, **sample.episode}
 
 
 def conversation(messages: Sequence[Mapping[str, Any]], rewards: Sequence[float | None]) -> str:

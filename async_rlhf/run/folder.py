@@ -81,8 +81,8 @@ def is_report(path: Path) -> bool:
 
 def batch_of(name: str) -> int | None:
     """The batch number in a checkpoint's name; None for other names."""
-    found = _CHECKPOINT.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _CHECKPOINT.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """All checkpoints, the oldest first."""
-        found = {batch: path for path in _listed(self.folder) if (batch := batch_of(path.name)) and path.is_dir()}
-        return [path for _, path in sorted(found.items())]
+        paths = {batch: path for path in _listed(self.folder) if (batch := batch_of(path.name)) and path.is_dir()}
+        return [path for _, path in sorted(paths.items())]
 
     def newest_whole(self, until: float = math.inf) -> Path | None:
         """The newest undamaged one of at most ``until`` batches; logs a warning about each newer, damaged one."""
@@ -124,7 +124,7 @@ class Checkpoints:
         if limit is None:
             return
         paths = [path for path in self.all() if not by_default or _is_by_default(path)]
-        names = {Path(one).name for one in wanted}
+        names = {Path(path).name for path in wanted}
         kept = [path for path in paths if path.name in names or path == paths[-1]]
         room = max(limit - len(kept), 0)
         kept += [path for path in reversed(paths) if path not in kept][:room]
@@ -165,8 +165,8 @@ class RunFolder:
     @property
     def goes_on(self) -> bool:
         """Whether the checkpoint is in this folder, so its logs are continued. Else the run starts afresh here."""
-        own = Checkpoints(self.path).path(self.batch)
-        return self.checkpoint is not None and own.exists() and own.samefile(self.checkpoint)
+        path = Checkpoints(self.path).path(self.batch)
+        return self.checkpoint is not None and path.exists() and path.samefile(self.checkpoint)
 
     @property
     def trace(self) -> str:
@@ -225,10 +225,10 @@ class RunFolder:
 
     def _earlier(self) -> list[Path]:
         """Everything whose name a run would give, checkpoints first."""
-        found = list(_listed(self.path))
-        checkpoints = [path for path in found if batch_of(path.name) is not None]
-        final = [path for path in found if path.name == FINAL]
-        return [*checkpoints, *(path for path in found if _LOG.fullmatch(path.name)), *final]
+        paths = list(_listed(self.path))
+        checkpoints = [path for path in paths if batch_of(path.name) is not None]
+        final = [path for path in paths if path.name == FINAL]
+        return [*checkpoints, *(path for path in paths if _LOG.fullmatch(path.name)), *final]
 
     def _has_trained(self, earlier: Iterable[Path]) -> bool:
         """Whether a checkpoint, a policy or a line of a batch would be lost."""
@@ -244,7 +244,7 @@ class RunFolder:
             ours = is_report(path)
         elif written is None:  # a run by an older version, which wrote no list; checkpoints show whose folder it is
             places = [*Checkpoints(self.path).all(), self.path / FINAL]
-            ours = any(place.is_dir() and stranger_in(place) is None for place in places)
+            ours = any(folder.is_dir() and stranger_in(folder) is None for folder in places)
         else:
             ours = path.name in written
         return None if ours and path.is_file() and not path.is_symlink() else path
@@ -271,17 +271,17 @@ def checkpoint_to_resume(config: OnlineConfig) -> Path | None:
     if not config.resuming:
         return None
     output_dir = Path(config.output_dir)
-    own = Checkpoints(output_dir)
-    if config.resume and (config.resume_from is None or own.all()):
-        found = own.newest_whole()
-        if found is None and (own.all() or (output_dir / FINAL).exists()):
+    checkpoints = Checkpoints(output_dir)
+    if config.resume and (config.resume_from is None or checkpoints.all()):
+        newest = checkpoints.newest_whole()
+        if newest is None and (checkpoints.all() or (output_dir / FINAL).exists()):
             raise ConfigError(
                 f"resume: {str(output_dir)!r} holds a run but no whole checkpoint to go on from; set "
                 "overwrite_output_dir instead to delete it and start at the beginning"
             )
-        if found is None:
+        if newest is None:
             logger.warning("resume: there is no checkpoint in %s; starting at the beginning", output_dir)
-        return found
+        return newest
     folder = Path(str(config.resume_from)).expanduser()
     try:
         verify(folder)

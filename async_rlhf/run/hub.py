@@ -117,12 +117,12 @@ class HubUploads(TrainerCallback):
         try:
             repository = self._repository
             self.url = _upload_model(self._api, repository, staged, message)
-            place = {"checkpoint": LAST, "all_checkpoints": name}.get(self.config.hub_strategy)
-            if place is not None and name != FINAL:
+            folder = {"checkpoint": LAST, "all_checkpoints": name}.get(self.config.hub_strategy)
+            if folder is not None and name != FINAL:
                 done = self._api.upload_folder(
                     repo_id=repository,
                     folder_path=staged,
-                    path_in_repo=place,
+                    path_in_repo=folder,
                     delete_patterns=["*.safetensors", "*.safetensors.index.json"],
                     commit_message=f"{message}, with all that resuming needs",
                 )

@@ -142,8 +142,8 @@ def load_models(
         where = torch.device("cpu") if config.ray.reward_workers else place("reward_model_device")
         # Who scores elsewhere gets whole weights.
         reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, on_meta=on_meta and here)
-    own, where = apart["reference_device"] is not None, place("reference_device")
-    reference = _reference(config, inputs, policy, algorithm.needs(config).reference, own, on_meta, where)
+    is_apart, where = apart["reference_device"] is not None, place("reference_device")
+    reference = _reference(config, inputs, policy, algorithm.needs(config).reference, is_apart, on_meta, where)
     if reference is not None:
         check_embeddings(reference, tokenizer, "ref_model")
     value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, on_meta)
@@ -151,13 +151,13 @@ def load_models(
         if isinstance(each, PreTrainedModel):
             use_attention(each, config, key)
     require_alike(parallel.ranks, model=policy, ref_model=reference, reward_model=reward, value_model=value)
-    right = "must be 0: the model has adapters, which are trained further; merge them to train new ones"
-    require(config.lora.rank == 0 or not has_adapters(policy), "lora.rank", config.lora.rank, right)
+    rule = "must be 0: the model has adapters, which are trained further; merge them to train new ones"
+    require(config.lora.rank == 0 or not has_adapters(policy), "lora.rank", config.lora.rank, rule)
     if config.lora.rank > 0:
         add_adapters(policy, config.lora, config.seed)
     if config.lora.publish == "adapter":
         only_adapter(policy)
-    return Models(policy, params, reference, reward, value, own, apart["reward_model_device"] is not None)
+    return Models(policy, params, reference, reward, value, is_apart, apart["reward_model_device"] is not None)
 
 
 def _reference(
@@ -177,8 +177,8 @@ def _reference(
         logger.info("model: its adapters have been trained, so a copy of it as it starts is the reference policy")
         model = copy.deepcopy(policy)
     alone, named = needed and not (model is None and _adapts(config, policy)), config.reference_device
-    right = "must be null: this run has no reference policy that is a model of its own"
-    require(alone or named in (None, "learner"), "reference_device", named, right)
+    rule = "must be null: this run has no reference policy that is a model of its own"
+    require(alone or named in (None, "learner"), "reference_device", named, rule)
     if apart and named is not None and model is None:
         model = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
     if isinstance(model, str):
@@ -220,15 +220,15 @@ def sized(
 ) -> OnlineConfig:
     """The configuration with the sizes that the devices' memory decides."""
     trained = [model for model in (models.policy, models.value) if isinstance(model, PreTrainedModel)]
-    found: list[PreTrainedModel] = []
+    candidates: list[PreTrainedModel] = []
     if algorithm.needs(config).reference and not (models.reference is None and has_adapters(models.policy)):
-        found.append(models.reference or models.policy)  # a copy of the policy
+        candidates.append(models.reference or models.policy)  # a copy of the policy
     if models.reward is not None and config.ray.reward_workers == 0:
-        found.append(models.reward)
-    own = [torch.device(name) for name in config.own_devices]
-    frozen = [model for model in found if model.device not in own]
+        candidates.append(models.reward)
+    devices = [torch.device(name) for name in config.own_devices]
+    frozen = [model for model in candidates if model.device not in devices]
     judge = models.reward if models.reward in frozen else None
-    apart = [model for model in found if model.device in own and model.device.type == "cuda"]
+    apart = [model for model in candidates if model.device in devices and model.device.type == "cuda"]
     taken = memory_taken(config, device).get(f"cuda:{device.index or 0}", 0.0)
     return with_sizes(config, trained, frozen, parallel, device, algorithm.rows_per_unit, taken, judge, apart)
 

@@ -149,17 +149,17 @@ class Loop:
         """On rank 0, the state to resume from after a batch. All ranks must call it: they have parts of it."""
         run = self.run
         tensors, values = learner_state(run.learner, with_tensors=self.saves is None)
-        own = self._own_state(batch)
+        state = self._own_state(batch)
         if not run.ranks.is_main:
             return None
-        own["values"] = {"learner": values, "unjudged": run.callbacks.pending_eval, **own["values"]}
-        own["tensors"] = tensors | own.get("tensors", {})
+        state["values"] = {"learner": values, "unjudged": run.callbacks.pending_eval, **state["values"]}
+        state["tensors"] = tensors | state.get("tensors", {})
         return ResumeState(
             batch=batch,
             inputs=dict(run.fingerprints),
             logs={name: log.position() for name, log in self.logs.items()},
             sharded=self.saves is not None,
-            **own,
+            **state,
         )
 
     def _after_batch(self, batch: Any, metrics: dict[str, float]) -> bool:
@@ -266,8 +266,8 @@ class TrainingLoop(Loop):
             "started": self.run.chat.now.isoformat(),
         }
         config = as_saved(self.run.config, self.run.algorithm.name)
-        own = {"config": config, "values": values, "tensors": random_tensors}
-        return {**own, "ahead": ahead, "evaluation": evaluation}
+        state = {"config": config, "values": values, "tensors": random_tensors}
+        return {**state, "ahead": ahead, "evaluation": evaluation}
 
     def _log(self, scored: ScoredBatch, metrics: dict[str, float], everything: bool) -> None:
         """Log the batch's schedule; if ``everything``, its metrics and samples too."""

@@ -79,8 +79,8 @@ def require_written(folder: Path, known: Mapping[str, str]) -> None:
     for name, digest in known.items():
         path = folder / name
         if not path.is_file() or not digest.startswith(f"{path.stat().st_size} bytes"):
-            right = "must be on a file system that all ranks see"
-            raise OSError(f"output_dir: {str(path)!r}, which another rank has written, is not there; {right}")
+            rule = "must be on a file system that all ranks see"
+            raise OSError(f"output_dir: {str(path)!r}, which another rank has written, is not there; {rule}")
 
 
 def verify(folder: Path) -> None:

@@ -105,7 +105,7 @@ def of_python(config: OnlineConfig, algorithm: str, inputs: Any) -> Record:
     unnamed |= {"data.train": f"{_count(inputs.train_dataset)} rows"}
     if inputs.eval_dataset is not None:
         unnamed["data.eval"] = f"{_count(inputs.eval_dataset)} rows"
-    callbacks = [_name(one if isinstance(one, type) else type(one)) for one in inputs.callbacks]
+    callbacks = [_name(callback if isinstance(callback, type) else type(callback)) for callback in inputs.callbacks]
     if inputs.processing_class is not None:
         unnamed["tokenizer"] = type(inputs.processing_class).__name__
     values = {
@@ -148,8 +148,8 @@ def derived(config: OnlineConfig, rows: int | None = None) -> dict[str, Any]:
 def first_time(folder: Path) -> str | None:
     """The time that chat templates saw in a run; None if its folder does not say."""
     starts = starts_of(folder / ENVIRONMENT) or [{}]
-    found = starts[0].get("chat_time")
-    return found if isinstance(found, str) else None
+    time = starts[0].get("chat_time")
+    return time if isinstance(time, str) else None
 
 
 def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, chat_time: datetime) -> None:
@@ -169,8 +169,8 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, ch
     write_file(path, json.dumps([*(earlier if goes_on else []), now], indent=1) + "\n")
 
 
-def _is_start(found: Any) -> bool:
-    return isinstance(found, dict) and "async_rlhf" in found
+def _is_start(start: Any) -> bool:
+    return isinstance(start, dict) and "async_rlhf" in start
 
 
 def starts_of(path: Path) -> list[dict[str, Any]] | None:
@@ -178,8 +178,8 @@ def starts_of(path: Path) -> list[dict[str, Any]] | None:
     if not path.exists():
         return []
     try:
-        found = from_json(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, list) and all(map(_is_start, found)) else None
+        starts = from_json(path.read_text(encoding="utf-8"))
+        return starts if isinstance(starts, list) and all(map(_is_start, starts)) else None
     except (OSError, ValueError):
         return None
 

@@ -66,13 +66,13 @@ def own_state(learner: Learner) -> dict[str, Tensor]:
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of each plain tensor that lies where another does, such as a table of bitsandbytes: files refuse it."""
-    found, places = {}, set()
+    copies, places = {}, set()
     for name, tensor in tensors.items():
         plain = type(tensor) is Tensor and tensor.numel() > 0
-        found[name] = tensor.clone() if plain and tensor.data_ptr() in places else tensor
+        copies[name] = tensor.clone() if plain and tensor.data_ptr() in places else tensor
         if plain:
             places.add(tensor.data_ptr())
-    return found
+    return copies
 
 
 def make_stager(device: torch.device) -> DefaultStager:
@@ -146,15 +146,15 @@ class ShardWriter(dcp.HuggingFaceStorageWriter):
 
 def _files(plan: SavePlan) -> dict[str, int]:
     """The number, from 1, of the file that each tensor of a rank goes to."""
-    found, number, held = {}, 1, 0
+    numbers, number, held = {}, 1, 0
     for item in plan.items:
         assert item.tensor_data is not None
         size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
         if held and held + size > _FILE_BYTES:
             number, held = number + 1, 0
-        found[item.index.fqn] = number
+        numbers[item.index.fqn] = number
         held += size
-    return found
+    return numbers
 
 
 class ShardReader(dcp.HuggingFaceStorageReader):
@@ -187,8 +187,8 @@ def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
     parallel = learner.parallel
     weights = {f"{WEIGHT}{name}": p.detach() for name, p in learner.model.named_parameters() if p.requires_grad}
     try:
-        found = learner.ranks.broadcast("what shards hold", lambda: ShardReader(folder).read_metadata())
-        known: dict[str, Any] = found.state_dict_metadata
+        metadata = learner.ranks.broadcast("what shards hold", lambda: ShardReader(folder).read_metadata())
+        known: dict[str, Any] = metadata.state_dict_metadata
         moments = {
             name: parallel.room_for(int(name.split(".")[1]), item.size, item.properties.dtype)
             for name, item in known.items()
@@ -197,7 +197,7 @@ def load_shards(learner: Learner, folder: Path) -> dict[str, Tensor]:
         missing = {name for name in known if name.startswith(WEIGHT)} ^ weights.keys()
         if missing:
             raise CheckpointError(f"{str(folder)!r} holds other weights than are trained, such as {min(missing)}")
-        dcp.load({**weights, **moments}, storage_reader=ShardReader(folder, found), no_dist=True)
+        dcp.load({**weights, **moments}, storage_reader=ShardReader(folder, metadata), no_dist=True)
     except (CheckpointException, OSError, SafetensorError) as error:
         cause = _first(error) if isinstance(error, CheckpointException) else error
         raise CheckpointError(f"{str(folder)!r} cannot be read: {cause}") from error

@@ -72,9 +72,9 @@ def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus:
     seconds = f"a batch took {other:.2f} s one step off-policy and {batch:.2f} s in turn"
     text = [f"Asynchrony: {seconds}" + (f", {gain:.2f} times as fast." if gain >= FASTER else ": no gain.")]
     if gpus < 2:
-        place = "one GPU" if gpus else f"{cores} CPU core{'s' * (cores > 1)}"
+        hardware = "one GPU" if gpus else f"{cores} CPU core{'s' * (cores > 1)}"
         text.append(
-            f"Here both sides share {place}: in turn each has all of it, {sampling:.2f} s to sample and "
+            f"Here both sides share {hardware}: in turn each has all of it, {sampling:.2f} s to sample and "
             f"{learning:.2f} s to score and learn; at the same time each has a part."
         )
         best = max(sampling, learning)

@@ -45,19 +45,19 @@ class Wandb(WandbCallback):
     """A run of W&B, online or offline. One that the user's program has begun is used, and left to the program.
 
     Args:
-        found: what :meth:`identity` returned when the run was begun; None begins a new run.
+        identity: what :meth:`identity` returned when the run was begun; None begins a new run.
     """
 
-    def __init__(self, found: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, identity: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.found, self._begun_here, self._client = found or {}, False, importlib.import_module("wandb")
+        self.resumed, self._begun_here, self._client = identity or {}, False, importlib.import_module("wandb")
 
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         """Begin the run, or go on with it; then as transformers does."""
         if self._client.run is None:
-            where = {key: self.found.get(key) for key in ("id", "entity")}
+            where = {key: self.resumed.get(key) for key in ("id", "entity")}
             project = (
-                self.found.get("project") or args.online_config.project or os.getenv("WANDB_PROJECT", "huggingface")
+                self.resumed.get("project") or args.online_config.project or os.getenv("WANDB_PROJECT", "huggingface")
             )
             self._client.init(project=project, name=args.run_name, resume="allow", **where)
             self._begun_here = True
@@ -99,24 +99,24 @@ class TensorBoard(TensorBoardCallback):
     """Event files in the run's folder. A resumed run hides what was logged after its checkpoint.
 
     Args:
-        found: see :class:`Wandb`.
+        identity: see :class:`Wandb`.
     """
 
     tb_writer: Any
 
-    def __init__(self, found: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, identity: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self.found = found or {}
+        self.resumed = identity or {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the event file, and write the configuration as text and for the tab "hparams"."""
-        if self.found:
-            self.logging_dir = os.path.join(args.output_dir, self.found["folder"])
+        if self.resumed:
+            self.logging_dir = os.path.join(args.output_dir, self.resumed["folder"])
         elif self.logging_dir is None:
             self.logging_dir = os.path.join(args.output_dir, default_logdir())
         self._output_dir = args.output_dir
         if self.tb_writer is None:
-            purged = state.global_step + 1 if self.found else None
+            purged = state.global_step + 1 if self.resumed else None
             self.tb_writer = _event_file(self.logging_dir, purge_step=purged)
         super().on_train_begin(args, state, control, **kwargs)
         kinds = (bool, int, float, str)
@@ -126,7 +126,7 @@ class TensorBoard(TensorBoardCallback):
 
     def reopen(self, folder: Path) -> None:
         """A second event file in the folder; nothing in the first is hidden."""
-        self.tb_writer = _event_file(str(folder / self.found["folder"]))
+        self.tb_writer = _event_file(str(folder / self.resumed["folder"]))
 
     def identity(self) -> dict[str, Any]:
         """The folder, relative to the run's: the run may be moved."""
@@ -156,9 +156,9 @@ TRACKED: dict[str, type[Wandb | TensorBoard]] = {"wandb": Wandb, "tensorboard": 
 
 
 def tracker_callbacks(
-    names: Sequence[str], project: str | None, found: Mapping[str, Mapping[str, Any]]
+    names: Sequence[str], project: str | None, identities: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, TrainerCallback | type[TrainerCallback]]:
-    """The callbacks of integrations by name, to go on with the runs in ``found``.
+    """The callbacks of integrations by name, to go on with the runs in ``identities``.
 
     Raises:
         RuntimeError: a package is not installed.
@@ -166,7 +166,7 @@ def tracker_callbacks(
     if "mlflow" in names and project and "MLFLOW_EXPERIMENT_NAME" not in os.environ:
         importlib.import_module("mlflow").set_experiment(project)
     return {
-        name: TRACKED[name](found.get(name)) if name in TRACKED else INTEGRATION_TO_CALLBACK[name]
+        name: TRACKED[name](identities.get(name)) if name in TRACKED else INTEGRATION_TO_CALLBACK[name]
         for name in names
         if name != "none"
     }
@@ -184,7 +184,7 @@ def in_unicode(rows: Rows) -> Rows:
 
 
 def report(
-    found: Mapping[str, Mapping[str, Any]],
+    identities: Mapping[str, Mapping[str, Any]],
     folder: Path,
     scalars: Mapping[int, Mapping[str, float]],
     tables: Mapping[str, Rows],
@@ -192,7 +192,7 @@ def report(
     """Log into the trackers' runs of a training that has ended. What fails is said in a warning.
 
     Args:
-        found: tracker -> its :meth:`Wandb.identity`.
+        identities: tracker -> its :meth:`Wandb.identity`.
         folder: of the run.
         scalars: step -> name -> value.
         tables: name -> rows, logged at the last step.
@@ -201,7 +201,7 @@ def report(
         The trackers that have it.
     """
     logged = []
-    for name, identity in found.items():
+    for name, identity in identities.items():
         with forgiving(name, "results"):
             tracker = TRACKED[name](identity)
             tracker.reopen(folder)

@@ -264,15 +264,15 @@ def _functions(reward_funcs: RewardFunction | str | Sequence[RewardFunction | st
         ConfigError: one is no function, or the name of no model.
     """
     each = (reward_funcs,) if callable(reward_funcs) or isinstance(reward_funcs, str) else tuple(reward_funcs)
-    right = "must be a function, or the name of a reward model; give a loaded one as reward_model"
+    rule = "must be a function, or the name of a reward model; give a loaded one as reward_model"
     functions: list[RewardFunction] = []
-    for one in each:
-        if isinstance(one, str):
-            check_source(one, "reward_funcs")
-            one = RewardModels([one], device="cuda" if torch.cuda.is_available() else "cpu")
-        fits = callable(one) and not isinstance(one, PreTrainedModel)
-        require(fits, "reward_funcs", f"a {type(one).__name__}", right)
-        functions.append(one)
+    for function in each:
+        if isinstance(function, str):
+            check_source(function, "reward_funcs")
+            function = RewardModels([function], device="cuda" if torch.cuda.is_available() else "cpu")
+        fits = callable(function) and not isinstance(function, PreTrainedModel)
+        require(fits, "reward_funcs", f"a {type(function).__name__}", rule)
+        functions.append(function)
     return tuple(functions)
 
 
@@ -286,18 +286,18 @@ def _adapters(config: Any, args: OnlineConfig) -> LoRAConfig:
     Raises:
         ConfigError: it says something that adapters here have not.
     """
-    right = f"must be peft's LoraConfig; {type(config).__name__} is not built in"
-    require(type(config).__name__ == "LoraConfig", "peft_config", type(config).__name__, right)
+    rule = f"must be peft's LoraConfig; {type(config).__name__} is not built in"
+    require(type(config).__name__ == "LoraConfig", "peft_config", type(config).__name__, rule)
     require(args.lora.rank == 0, "peft_config", "LoraConfig", "must be left out with train.lora: both say the adapters")
     modules = config.target_modules
     named = modules == "all-linear" or isinstance(modules, (set, list, tuple))
-    right = "must be 'all-linear' or a list of names: what peft takes for others depends on the model"
-    require(named, "peft_config.target_modules", modules, right)
+    rule = "must be 'all-linear' or a list of names: what peft takes for others depends on the model"
+    require(named, "peft_config.target_modules", modules, rule)
     plain = type(config)(r=config.r, lora_alpha=config.lora_alpha, target_modules=modules, task_type="CAUSAL_LM")
     for item in fields(config):
-        name, found, usual = item.name, getattr(config, item.name), getattr(plain, item.name)
-        fits = found == usual or name in _DESCRIPTIVE or (name, found) == ("task_type", None)
-        require(fits, f"peft_config.{name}", found, f"must be {usual!r}: nothing else is built in")
+        name, setting, usual = item.name, getattr(config, item.name), getattr(plain, item.name)
+        fits = setting == usual or name in _DESCRIPTIVE or (name, setting) == ("task_type", None)
+        require(fits, f"peft_config.{name}", setting, f"must be {usual!r}: nothing else is built in")
     names = [] if modules == "all-linear" else sorted(modules)
     return replace(args.lora, rank=config.r, alpha=config.lora_alpha, target_modules=names)
 

@@ -30,7 +30,7 @@ class NothingLearntError(RuntimeError):
 
 def own_frames(trace: str) -> str:
     """The frames of a traceback's text that are in files of the user's own: not of this package, nor installed."""
-    return "".join(found[0] for found in _FRAME.finditer(trace) if is_own(found["file"]))
+    return "".join(frame[0] for frame in _FRAME.finditer(trace) if is_own(frame["file"]))
 
 
 def is_own(file: str) -> bool:
@@ -45,8 +45,8 @@ def frames_of(error: BaseException) -> str:
 
 def last_place(frames: str) -> str:
     """ " (file, line 3)" of the last of some frames; "" if there is none."""
-    found = [*_FRAME.finditer(frames)]
-    return f" ({found[-1]['file']}, line {found[-1]['line']})" if found else ""
+    matches = [*_FRAME.finditer(frames)]
+    return f" ({matches[-1]['file']}, line {matches[-1]['line']})" if matches else ""
 
 
 class DiffersError(RuntimeError):

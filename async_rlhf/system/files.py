@@ -41,8 +41,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any kind: what is written in Rust has its own
-        found = None if isinstance(error, OSError) else _OF_RUST.search(str(error))
-        number = getattr(error, "errno", None) if found is None else int(found[1])
+        match = None if isinstance(error, OSError) else _OF_RUST.search(str(error))
+        number = getattr(error, "errno", None) if match is None else int(match[1])
         if getattr(error, "filename", None) is None and number in _OF_DISKS:
             raise OSError(number, os.strerror(number), str(path)) from error
         raise

@@ -80,7 +80,7 @@ class _Lock:
         tries = _TRIES
         while True:
             try:
-                self._made = [place for place in self.path.parents if place in self._made or not place.exists()]
+                self._made = [folder for folder in self.path.parents if folder in self._made or not folder.exists()]
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             except (FileNotFoundError, FileExistsError):  # the second, if it was there and is not when it is looked at
@@ -108,8 +108,8 @@ class _Lock:
         with suppress(OSError):
             self.require()
             self.path.unlink()
-            for place in self._made:  # only those that are still empty
-                place.rmdir()
+            for folder in self._made:  # only those that are still empty
+                folder.rmdir()
         os.close(self.descriptor)
 
 
@@ -268,15 +268,15 @@ def _is_ending(path: Path) -> bool:
 def _holder(path: Path) -> dict[str, object]:
     """Who has written itself into a lock file; nothing if it cannot be read."""
     try:
-        found = from_json(path.read_text(encoding="utf-8", errors="replace"))
+        holder = from_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _in_use(path: Path, key: str, folder: Path) -> InUseError:
-    right = f"must be another folder, or that process must end first (its lock: {path})"
-    return InUseError(f"{key}: got {str(folder)!r}; {_described(path)} is writing there; {right}")
+    rule = f"must be another folder, or that process must end first (its lock: {path})"
+    return InUseError(f"{key}: got {str(folder)!r}; {_described(path)} is writing there; {rule}")
 
 
 def _described(path: Path) -> str:

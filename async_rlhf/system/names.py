@@ -35,8 +35,8 @@ def check_names(*configs: tuple[Checked, str]) -> None:
         ConfigError: names the first that is not there. The hub is asked last.
     """
     order = list(_CHECKS)
-    found = dict.fromkeys(named for config, group in configs for named in _names(config, group))
-    for kind, key, name in sorted(found, key=lambda named: order.index(named[0])):
+    references = dict.fromkeys(named for config, group in configs for named in _names(config, group))
+    for kind, key, name in sorted(references, key=lambda named: order.index(named[0])):
         _CHECKS[kind](name, key)
 
 
@@ -106,11 +106,11 @@ def check_source(name: str | None, key: str) -> None:
         return
     hub_name, revision = with_revision(name)
     require(revision != "", key, name, "must have a branch, a tag or a commit after the @")
-    right = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
+    rule = "must be a folder with a model, or a hub name such as owner/model or owner/model@revision"
     if Path(name).expanduser().exists():
-        raise ConfigError(f"{key}: got {name!r}, which is a file; {right}")
-    require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {right}")
-    require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {right}")
+        raise ConfigError(f"{key}: got {name!r}, which is a file; {rule}")
+    require(hub_name.count("/") == 1 and not is_path(hub_name), key, name, f"there is no such folder; {rule}")
+    require((why := why_nowhere(hub_name, "model")) is None, key, name, f"{why}; {rule}")
 
 
 def check_folder(name: str, key: str) -> None:
@@ -125,13 +125,13 @@ def check_folder(name: str, key: str) -> None:
     if not (folder / "config.json").is_file():
         base = base_of(folder)
         require(base is not None, key, name, "the folder has no config.json; must be a folder with a model")
-        found = f"{key}: got {name!r}, which has only adapters of {base!r}"
-        right = "must be a whole model, or adapters whose adapter_config.json says where theirs is"
-        require(bool(base), key, name, f"the folder has only adapters, and their base is unknown; {right}")
+        problem = f"{key}: got {name!r}, which has only adapters of {base!r}"
+        rule = "must be a whole model, or adapters whose adapter_config.json says where theirs is"
+        require(bool(base), key, name, f"the folder has only adapters, and their base is unknown; {rule}")
         try:
             _check_model(str(base), "base_model_name_or_path")
         except ConfigError as error:
-            raise ConfigError(f"{found}: {error}; {right}") from None
+            raise ConfigError(f"{problem}: {error}; {rule}") from None
     elif not any(next(folder.glob(kind), None) for kind in ("*.safetensors", "*.bin")):
         raise ConfigError(f"{key}: got {name!r}; the folder has no weights; must have model.safetensors, or its parts")
 
@@ -169,8 +169,8 @@ def find_data(source: str, split: str, key: str) -> Path:
     if (path.suffix in DATA_FILES or is_text(path)) and not path.is_file():
         raise ConfigError(f"{key}: got {source!r}; there is no such file")
     if path.is_file() and not (path.suffix in DATA_FILES or is_text(path)):
-        right = "must be a .jsonl, .json, .csv or .tsv file, as it is or compressed (.gz), or a .parquet file"
-        raise ConfigError(f"{key}: got {source!r}; {right}")
+        rule = "must be a .jsonl, .json, .csv or .tsv file, as it is or compressed (.gz), or a .parquet file"
+        raise ConfigError(f"{key}: got {source!r}; {rule}")
     if is_path(source) and not path.exists():
         raise ConfigError(f"{key}: got {source!r}; there is no such file or folder")
     if not path.exists() and (why := why_nowhere(source.partition(":")[0], "dataset")) is not None:
@@ -179,9 +179,9 @@ def find_data(source: str, split: str, key: str) -> Path:
 
 
 def _check_function(name: str, key: str) -> None:
-    place, top = (wanted := FunctionName.parse(name, key)).place, wanted.place.partition(".")[0]
-    if place.endswith(".py"):
-        why = "" if Path(place).is_file() else f"there is no file {place!r}"
+    source, top = (wanted := FunctionName.parse(name, key)).place, wanted.place.partition(".")[0]
+    if source.endswith(".py"):
+        why = "" if Path(source).is_file() else f"there is no file {source!r}"
     else:
         if "" not in sys.path:
             sys.path.append("")  # as where it is loaded
@@ -224,9 +224,9 @@ def _check_integration(name: str, key: str) -> None:
         raise ConfigError(f"{key}: got {name!r}, which is not installed; pip install {package}")
 
 
-def _there(is_there: Callable[[Path], bool], right: str) -> Callable[[str, str], None]:
+def _there(is_there: Callable[[Path], bool], rule: str) -> Callable[[str, str], None]:
     def check(name: str, key: str) -> None:
-        require(is_there(Path(name).expanduser()), key, name, right)
+        require(is_there(Path(name).expanduser()), key, name, rule)
 
     return check
 

@@ -39,9 +39,9 @@ def capture(gpus: bool = True) -> RandomState:
     return tensors, values
 
 
-def equal(one: RandomState, other: RandomState) -> bool:
+def equal(first: RandomState, second: RandomState) -> bool:
     """Whether nothing was drawn between two calls of :func:`capture`."""
-    return one[1] == other[1] and all(torch.equal(state, other[0][name]) for name, state in one[0].items())
+    return first[1] == second[1] and all(torch.equal(state, second[0][name]) for name, state in first[0].items())
 
 
 def restore(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

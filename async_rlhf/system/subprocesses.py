@@ -52,8 +52,8 @@ def context_of(method: str = "forkserver") -> Any:
 
 def other_package() -> str | None:
     """The file of a package of our name that a program started here imports: the current folder comes first for it."""
-    found = PathFinder.find_spec(async_rlhf.__name__, [""])
-    origin = None if found is None else found.origin  # None, too, for a folder without __init__.py: ours comes first
+    spec = PathFinder.find_spec(async_rlhf.__name__, [""])
+    origin = None if spec is None else spec.origin  # None, too, for a folder without __init__.py: ours comes first
     return None if origin is None or os.path.samefile(origin, str(async_rlhf.__file__)) else origin
 
 

@@ -132,5 +132,5 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _end() -> None:
-    for one in _loops:
-        one.end()
+    for loop in _loops:
+        loop.end()

@@ -29,18 +29,18 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def checkout_of(place: Path) -> dict[str, Any] | None:
+def checkout_of(path: Path) -> dict[str, Any] | None:
     """The state of the git checkout that a file or folder belongs to.
 
     Args:
-        place: a file that has to be in the repository, so that a package in a virtual environment below somebody's
+        path: a file that has to be in the repository, so that a package in a virtual environment below somebody's
             checkout does not count as part of it; or a folder, which only has to be inside.
 
     Returns:
         {"commit": its hash, "dirty": whether files that git knows differ from it}; None outside, or without git.
     """
-    folder = place if place.is_dir() else place.parent
-    if place.is_file() and _git(folder, "ls-files", "--error-unmatch", "--", place.name) is None:
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and _git(folder, "ls-files", "--error-unmatch", "--", path.name) is None:
         return None
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
@@ -72,9 +72,9 @@ def code() -> dict[str, Any]:
 
     As it was at the first call: the code that is loaded stays the same when files change.
     """
-    found: dict[str, Any] = {"version": version_of("async-rlhf") or "unknown"}
+    package: dict[str, Any] = {"version": version_of("async-rlhf") or "unknown"}
     checkout = checkout_of(Path(__file__).resolve())
-    return found | (checkout or _installed_commit() or {"commit": None, "dirty": None})
+    return package | (checkout or _installed_commit() or {"commit": None, "dirty": None})
 
 
 def _installed_commit() -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ def test_every_rank_gets_the_result_of_each_batch_in_order(batches, sharing, sha
     values, arrived = [None] * 6, Barrier(6)
 
     class ThreadRanks(Ranks):
-        def gather(self, place: str, value: Any) -> list[Any]:
+        def gather(self, point: str, value: Any) -> list[Any]:
             values[self.rank] = value
             arrived.wait(20)
             return list(values)

@@ -207,7 +207,7 @@ class TwoRanks:
         self.is_main = rank == 0
         self._said, self._ready = said, ready
 
-    def broadcast(self, place, compute):
+    def broadcast(self, point, compute):
         if self.is_main:
             self._said["value"] = compute()
             self._ready.set()

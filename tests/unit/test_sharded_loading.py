@@ -313,8 +313,8 @@ class Told(Ranks):
         super().__init__(rank, count)
         self.others: dict[str, list] = {}
 
-    def gather(self, place, value):
-        return [value if rank == self.rank else self.others[place][rank] for rank in range(self.count)]
+    def gather(self, point, value):
+        return [value if rank == self.rank else self.others[point][rank] for rank in range(self.count)]
 
 
 def test_ranks_of_a_host_share_the_checksums_and_other_files_have_their_own(tmp_path, monkeypatch):

@@ -95,10 +95,10 @@ class Session:
         history = [_compared(message) for message in chat]
         renderer = self._renderer.with_tools(tools)
         for known in reversed(self._conversations):
-            place = len(known.history)
-            goes_on = history[:place] == known.history and len(history) > place and history[place][0] != "assistant"
+            length = len(known.history)
+            goes_on = history[:length] == known.history and len(history) > length and history[length][0] != "assistant"
             if goes_on and known.renderer.tools == renderer.tools:
-                self._extend(known.episode, renderer.observation(chat[place:], known.episode.last, renderer.is_chat))
+                self._extend(known.episode, renderer.observation(chat[length:], known.episode.last, renderer.is_chat))
                 return known
         episode = self._begin(len(self._conversations) * CONVERSATION)
         opening = renderer.opening(Prompt(0, 0, (), messages=[] if renderer.is_chat else None), chat)

@@ -132,10 +132,10 @@ def _refused(status: int, code: str, message: str) -> web.Response:
     return _json({"error": error}, status)
 
 
-def _json(found: Mapping[str, Any], status: int = 200) -> web.Response:
+def _json(body: Mapping[str, Any], status: int = 200) -> web.Response:
     from aiohttp import web
 
-    return web.json_response(found, status=status)
+    return web.json_response(body, status=status)
 
 
 def _streamed(head: Mapping[str, Any], message: Message, reason: str, usage: Mapping[str, int]) -> web.Response:
@@ -158,10 +158,10 @@ def _spoken(message: Message) -> Message:
     """A message of the policy as OpenAI's API has it: calls with ids, and arguments as text."""
     calls = [
         {
-            "id": one.get("id", f"call{number:05}"),
+            "id": call.get("id", f"call{number:05}"),
             "type": "function",
-            "function": {**one["function"], "arguments": json.dumps(one["function"]["arguments"])},
+            "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
         }
-        for number, one in enumerate(message.get("tool_calls", ()))
+        for number, call in enumerate(message.get("tool_calls", ()))
     ]
     return {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}

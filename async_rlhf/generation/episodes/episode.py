@@ -27,12 +27,12 @@ def number(value: Any, what: str) -> float:
         ValueError: it is no finite number.
     """
     try:
-        found = math.nan if isinstance(value, (str, bytes)) else float(value)
+        as_float = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
+        as_float = math.nan
+    if not math.isfinite(as_float):
         raise ValueError(f"{what} {value!r:.200}; must be a finite number")
-    return found
+    return as_float
 
 
 class Episode:
@@ -125,10 +125,10 @@ class Episode:
         sampled, rewards = np.zeros(len(tokens), bool), np.zeros(len(tokens), np.float32)
         logprobs, versions = np.zeros(len(tokens), np.float32), np.full(len(tokens), -1, np.int32)
         for start, turn in self._answers:
-            own = slice(start, len(turn.tokens))
-            sampled[own], logprobs[own], versions[own] = True, turn.logprobs[start:], turn.versions[start:]
-        for place, reward in self._rewards.items():
-            rewards[place] = reward
+            span = slice(start, len(turn.tokens))
+            sampled[span], logprobs[span], versions[span] = True, turn.logprobs[start:], turn.versions[start:]
+        for position, reward in self._rewards.items():
+            rewards[position] = reward
         return Sample(
             tokens=tokens,
             sampled=sampled,

@@ -62,9 +62,9 @@ def _blamed() -> Iterator[None]:
 
 def _messages(messages: Any, by: str) -> Sequence[Message]:
     is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
-    if not is_list or not all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
-        right = 'must be a list of messages, such as [{"role": "user", "content": "..."}]'
-        raise TypeError(f"{by} gave the messages {messages!r:.200}; {right}")
+    if not is_list or not all(isinstance(entry, Mapping) and {"role", "content"} <= entry.keys() for entry in messages):
+        rule = 'must be a list of messages, such as [{"role": "user", "content": "..."}]'
+        raise TypeError(f"{by} gave the messages {messages!r:.200}; {rule}")
     return messages
 
 
@@ -195,12 +195,12 @@ class Player:
         if failed.is_late:
             what = f"was not done after {self._limits.step_timeout:g} s (generation.step_timeout)"
         kind, frames = "agent" if self.spec.is_agent else "environment", frames_of(error)
-        place = f"(row {episode.prompt.row}, turn {len(episode.turns)})"
-        message, own = f"the {kind} {self.spec.environment.name} {what} {place}", last_place(frames)
+        position = f"(row {episode.prompt.row}, turn {len(episode.turns)})"
+        message, frame = f"the {kind} {self.spec.environment.name} {what} {position}", last_place(frames)
         if not self.spec.skip:
             hint = "reward_errors: skip goes on without the episode's reward"
-            raise EpisodeError(f"{message}; {hint}{own}", frames) from error
-        logger.warning("WARNING: %s%s; the episode has no reward", message, own)
+            raise EpisodeError(f"{message}; {hint}{frame}", frames) from error
+        logger.warning("WARNING: %s%s; the episode has no reward", message, frame)
         await self._sampled(episode, ask)
         episode.fail()
 
@@ -226,13 +226,13 @@ class Player:
                     if session is not None:
                         session.limit, session.seconds = limit, self._limits.step_timeout
                     if inspect.iscoroutinefunction(function):
-                        found, ended = await _in_loop(function(*arguments))
+                        outcome, ended = await _in_loop(function(*arguments))
                     else:
-                        found, ended = await _in_thread(function, arguments)
-                        if inspect.isawaitable(found):
-                            found, ended = await _in_loop(found)
+                        outcome, ended = await _in_thread(function, arguments)
+                        if inspect.isawaitable(outcome):
+                            outcome, ended = await _in_loop(outcome)
                     late = time.monotonic() - ended  # others had their turn meanwhile
-                    return found
+                    return outcome
         except _FailedError as failed:
             failed.is_late = limit.expired()  # else it is the code's own TimeoutError
             if failed.is_late:
@@ -251,14 +251,14 @@ async def _in_loop(awaitable: Awaitable[T]) -> tuple[T, float]:
     future, cancel = submit(timed())
     done = asyncio.wrap_future(future)
     try:
-        found = await asyncio.shield(done)
+        outcome = await asyncio.shield(done)
     except asyncio.CancelledError:
         cancel()
         await asyncio.wait([done], timeout=_GRACE_SECONDS)
         raise
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def _in_thread(function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[tuple[T, float]]:

@@ -23,11 +23,11 @@ class Replies:
 
     def of(self, evaluated: int | None, draw: int, sample: int) -> Recorded | None:
         """The environment of an episode, as it was; None if the run had no such episode."""
-        place = self._places.get((evaluated, draw, sample))
-        if place is None:
+        offset = self._places.get((evaluated, draw, sample))
+        if offset is None:
             return None
         with self._path.open("rb") as file:
-            file.seek(place)
+            file.seek(offset)
             return Recorded(json.loads(file.readline()))
 
 
@@ -64,6 +64,6 @@ class Recorded:
 
     def _next(self) -> list[Message]:
         """What was said up to the policy's next message."""
-        found = list(takewhile(lambda message: message["role"] != "assistant", self._left))
-        del self._left[: len(found)]
-        return found
+        messages = list(takewhile(lambda message: message["role"] != "assistant", self._left))
+        del self._left[: len(messages)]
+        return messages

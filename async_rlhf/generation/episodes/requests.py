@@ -51,39 +51,39 @@ class Settings:
             if name in _UNREAD or value is None:
                 continue
             if name not in rules:
-                right = f"must be left out; what has a meaning here is {', '.join(sorted([*_UNREAD[:4], *rules]))}"
-                raise RefusedError("unsupported_parameter", f"{name}: got {value!r:.100}; {right}")
-            fits, right = rules[name]
+                rule = f"must be left out; what has a meaning here is {', '.join(sorted([*_UNREAD[:4], *rules]))}"
+                raise RefusedError("unsupported_parameter", f"{name}: got {value!r:.100}; {rule}")
+            fits, rule = rules[name]
             if not fits(value):
-                raise RefusedError("unsupported_value", f"{name}: got {value!r:.100}; {right}")
+                raise RefusedError("unsupported_value", f"{name}: got {value!r:.100}; {rule}")
 
     def _rules(self, has_tools: bool) -> dict[str, tuple[Callable[[Any], bool], str]]:
         """For each parameter, whether a value is what happens anyway, and what would be right."""
         limits, params = self.limits, self.params
 
-        def only(*values: Any, right: str = "") -> tuple[Callable[[Any], bool], str]:
-            return (lambda value: value in values), right or f"must be {json.dumps(values[0])}, or left out"
+        def only(*values: Any, rule: str = "") -> tuple[Callable[[Any], bool], str]:
+            return (lambda value: value in values), rule or f"must be {json.dumps(values[0])}, or left out"
 
         def the_runs(key: str) -> tuple[Callable[[Any], bool], str]:
             values = (getattr(limits, key), getattr(params, key))  # an evaluation may have others
-            return only(*values, right=f"must be {values[0]:g}, which the run samples with (generation.{key})")
+            return only(*values, rule=f"must be {values[0]:g}, which the run samples with (generation.{key})")
 
         length = limits.response_length
-        right = f"must be at least {length}, the run's own bound of every answer (generation.response_length)"
-        longest = (lambda value: isinstance(value, int) and value >= length), right
-        right = f"must be left out, or among {limits.stop_tokens} (generation.stop_tokens)"
-        stop = (lambda value: {*([value] if isinstance(value, str) else value)} <= {*limits.stop_tokens}), right
+        rule = f"must be at least {length}, the run's own bound of every answer (generation.response_length)"
+        longest = (lambda value: isinstance(value, int) and value >= length), rule
+        rule = f"must be left out, or among {limits.stop_tokens} (generation.stop_tokens)"
+        stop = (lambda value: {*([value] if isinstance(value, str) else value)} <= {*limits.stop_tokens}), rule
         ids = list(params.stop_token_ids)
-        right = f"must be left out, or among {ids} (generation.stop_token_ids)"
+        rule = f"must be left out, or among {ids} (generation.stop_token_ids)"
         return {
             **{key: the_runs(key) for key in ("temperature", "top_p", "top_k")},
             **dict.fromkeys(("max_tokens", "max_completion_tokens"), longest),
             **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_logprobs"), only(0)),
             **dict.fromkeys(("n", "best_of", "repetition_penalty"), only(1)),
             "stop": stop,
-            "stop_token_ids": ((lambda value: {*value} <= {*ids}), right),
-            "seed": only(right="must be left out: random numbers are the run's (seed)"),
-            "logprobs": only(False, right="must be false: the run keeps what log-probabilities were sampled with"),
+            "stop_token_ids": ((lambda value: {*value} <= {*ids}), rule),
+            "seed": only(rule="must be left out: random numbers are the run's (seed)"),
+            "logprobs": only(False, rule="must be false: the run keeps what log-probabilities were sampled with"),
             "response_format": only({"type": "text"}),
             "tool_choice": only("auto", *(() if has_tools else ("none",))),
             "parallel_tool_calls": only(True),
@@ -101,9 +101,9 @@ def check_chat(messages: Any, tools: Any) -> None:
     for name, values, wrong_with in (("messages", messages, _wrong_with), ("tools", tools, _wrong_with_tool)):
         if not _is_list(values) or (name == "messages" and not values):
             raise RefusedError("invalid_request", f"{name}: got {values!r:.100}; must be a list of them")
-        for number, one in enumerate(values):
-            if right := wrong_with(one):
-                raise RefusedError("invalid_request", f"{name}[{number}]: got {one!r:.100}; must {right}")
+        for number, entry in enumerate(values):
+            if rule := wrong_with(entry):
+                raise RefusedError("invalid_request", f"{name}[{number}]: got {entry!r:.100}; must {rule}")
 
 
 def _is_list(value: Any) -> bool:
@@ -128,10 +128,10 @@ def _wrong_with(message: Any) -> str:
 
 
 def _is_call(call: Any) -> bool:
-    found = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         return False
-    arguments = found.get("arguments")
+    arguments = function.get("arguments")
     try:
         return isinstance(from_json(arguments) if isinstance(arguments, str) else arguments, Mapping)
     except ValueError:
@@ -139,6 +139,6 @@ def _is_call(call: Any) -> bool:
 
 
 def _wrong_with_tool(tool: Any) -> str:
-    found = tool.get("function") if isinstance(tool, Mapping) else None
-    fine = isinstance(found, Mapping) and isinstance(found.get("name"), str)
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    fine = isinstance(function, Mapping) and isinstance(function.get("name"), str)
     return "" if fine else 'be like {"type": "function", "function": {"name": "f", "parameters": {...}}}'

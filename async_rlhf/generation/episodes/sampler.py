@@ -204,8 +204,8 @@ class _UnderWay:
 
     def complete(self) -> list[tuple[int, tuple[Sample, ...]]]:
         """The prompts whose episodes have all ended since it was last called, by their numbers."""
-        found, self.finished = self.finished, []
-        return found
+        finished, self.finished = self.finished, []
+        return finished
 
     async def end(self) -> None:
         """Cancel what has not ended; its environments are closed."""

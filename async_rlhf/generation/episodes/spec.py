@@ -60,9 +60,9 @@ def named(name: str, key: str) -> Sent:
 
 def _load(name: str, key: str) -> Any:
     wanted = FunctionName.parse(name, key)
-    found = load_attribute(wanted.place, wanted.attribute, key, "function")
-    require(callable(found), key, name, "must be a class or a function")
-    return found if wanted.arguments is None else partial(found, **wanted.arguments)
+    function = load_attribute(wanted.place, wanted.attribute, key, "function")
+    require(callable(function), key, name, "must be a class or a function")
+    return function if wanted.arguments is None else partial(function, **wanted.arguments)
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def spec_of(
     made = _maker(world)
     if made is None:
         return None
-    is_agent, right = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
-    require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, right)
+    is_agent, rule = world.agent is not None, "must be left out, or aiohttp must be installed: pip install aiohttp"
+    require(not is_agent or find_spec("aiohttp") is not None, "agent", made.name, rule)
     return EpisodeSpec(made, chat, generation, skip, is_agent, prompt_field, is_judged)
 
 

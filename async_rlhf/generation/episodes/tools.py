@@ -30,8 +30,8 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         try:
             schema = get_json_schema(tool)
         except Exception as error:  # of any kind: annotations are evaluated
-            right = "must be a function whose parameters have types, and whose docstring explains it and each of them"
-            raise ConfigError(f"tools: got {getattr(tool, '__name__', repr(tool))}; {right} ({error})") from error
+            rule = "must be a function whose parameters have types, and whose docstring explains it and each of them"
+            raise ConfigError(f"tools: got {getattr(tool, '__name__', repr(tool))}; {rule} ({error})") from error
         name = schema["function"]["name"]
         require(name not in schemas, "tools", f"{name} twice", "must be tools with different names")
         schemas[name] = schema
@@ -63,18 +63,18 @@ class ToolEnvironment:
     async def step(self, message: Message) -> Observation:
         """Run the calls of a message."""
         calls = message.get("tool_calls", ())
-        answering = [self._answer(one["function"]["name"], one["function"]["arguments"]) for one in calls]
+        answering = [self._answer(call["function"]["name"], call["function"]["arguments"]) for call in calls]
         if self._at_the_same_time:
             answers = await asyncio.gather(*answering)
         else:
-            answers = [await one for one in answering]
+            answers = [await answer for answer in answering]
         answers += [("", error, False) for error in message.get("call_errors", ())]
         self._calls += len(answers)
         self._errors += sum(not fine for *_, fine in answers)
         messages = [
             {"role": "tool", "name": name, "content": text if fine else f"Error: {text}"}
-            | ({"tool_call_id": own} if own else {})
-            for (name, text, fine), own in zip_longest(answers, (one.get("id") for one in calls))
+            | ({"tool_call_id": call_id} if call_id else {})
+            for (name, text, fine), call_id in zip_longest(answers, (call.get("id") for call in calls))
         ]
         metrics = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         return Observation(messages, done=not answers, metrics=metrics)
@@ -172,10 +172,10 @@ def as_environment(made: Any) -> Environment:
     Raises:
         ConfigError: it is neither an environment nor an object with public methods.
     """
-    right = "must be an object with reset(), step() and close(), or one whose public methods are tools"
-    require(type(made).__module__ != "builtins" and not isinstance(made, type), "environment", made, right)
+    rule = "must be an object with reset(), step() and close(), or one whose public methods are tools"
+    require(type(made).__module__ != "builtins" and not isinstance(made, type), "environment", made, rule)
     if hasattr(made, "step"):
         environment: Environment = made
         return environment
-    require(bool(_public_methods(made)), "environment", made, right)
+    require(bool(_public_methods(made)), "environment", made, rule)
     return ObjectEnvironment(made)
