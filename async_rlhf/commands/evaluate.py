@@ -24,6 +24,7 @@ from async_rlhf.commands.stage import Source, Stage, json_lines
 from async_rlhf.commands.table import EVALUATION_PLOT, import_attribute
 from async_rlhf.config import ConfigError, EvaluateConfig
 from async_rlhf.config.base import require
+from async_rlhf.config.episodes import KINDS
 from async_rlhf.data.formats import MESSAGES
 from async_rlhf.data.rendering import as_columns
 from async_rlhf.data.tokenizer import Rendered
@@ -186,7 +187,7 @@ def _conversations(lines: Sequence[Generation], answers: Answers) -> dict[str, l
 def _inputs(config: EvaluateConfig, models: Mapping[str, str]) -> dict[str, Source]:
     """The inputs that are read, to be compared by content."""
     inputs: dict[str, Source] = {"models": models, "data": config.data or None}
-    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer", "environment", "tools", "agent")
+    keys = ("ref_model", "reward_model", "reward_funcs", "reward_tokenizer", *KINDS)
     inputs |= {key: getattr(config, key) for key in keys}
     inputs["judge.prompt_file"] = config.judge.prompt_file
     if config.generations is not None:  # not files that this command may write beside them

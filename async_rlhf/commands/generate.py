@@ -29,7 +29,7 @@ from async_rlhf.commands.stage import Source, Stage
 from async_rlhf.config import ConfigError, EvaluateConfig, GenerateConfig, GenerationConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.engines import find
-from async_rlhf.config.episodes import World
+from async_rlhf.config.episodes import KINDS, World
 from async_rlhf.config.evaluation import HeldOutConfig
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
@@ -208,7 +208,7 @@ def _generated(
     """
     output, partial, ranks = folder / f"{name}.jsonl", folder / f".{name}.jsonl.part", engines.ranks
     inputs: dict[str, Source] = {"models": config.models, "data": config.data}
-    inputs |= {key: getattr(config, key) for key in ("environment", "tools", "agent") if getattr(config, key)}
+    inputs |= {key: getattr(config, key) for key in KINDS if getattr(config, key)}
     stage = Stage(folder, "generate", config, inputs, outputs=(output,), marker_name=name)
     size = _CHUNK * config.batch_size
 

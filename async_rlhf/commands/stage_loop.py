@@ -73,13 +73,13 @@ def weighted_rows(
     )
 
 
-def steps_of(lengths: np.ndarray, size: int, at_once: int, seed: int) -> Iterator[list[int]]:
+def steps_of(lengths: np.ndarray, size: int, per_step: int, seed: int) -> Iterator[list[int]]:
     """Numbers of the rows of each step, for ever, in a random order that depends only on seed and epoch.
 
     Args:
         lengths: tokens of each row.
         size: rows of a batch, which are of similar length; the last batch of an epoch may be smaller.
-        at_once: batches of a step; the last step of an epoch may have fewer.
+        per_step: batches of a step; the last step of an epoch may have fewer.
         seed: of the order.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def steps_of(lengths: np.ndarray, size: int, at_once: int, seed: int) -> Iterato
             pool = order[start : start + _POOL * size]
             pool[:] = pool[np.argsort(lengths[pool], kind="stable")]
         batches = iter(torch.randperm(math.ceil(len(order) / size), generator=generator).tolist())
-        while numbers := list(islice(batches, at_once)):
+        while numbers := list(islice(batches, per_step)):
             yield np.concatenate([order[number * size : (number + 1) * size] for number in numbers]).tolist()
 
 

@@ -16,6 +16,7 @@ from async_rlhf.algorithms.table import find
 from async_rlhf.commands.stage import Stage
 from async_rlhf.commands.table import function_of
 from async_rlhf.config import ConfigError
+from async_rlhf.config.episodes import KINDS
 from async_rlhf.data.formats import load_prompts
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows
@@ -136,7 +137,7 @@ def _tokenizer(config: RunConfig) -> PreTrainedTokenizerBase | None:
 
 def train_stage(config: RunConfig) -> Stage:
     """The marker of a finished run."""
-    keys = ("model", "ref_model", "value_model", "reward_model", "reward_funcs", "environment", "tools", "agent")
+    keys = ("model", "ref_model", "value_model", "reward_model", "reward_funcs", *KINDS)
     inputs = {key: getattr(config, key) for key in keys}
     inputs |= {"data.train": config.data.train, "data.eval": config.data.eval}
     option = "--train.overwrite_output_dir"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from async_rlhf.config.base import ConfigError, require
 from async_rlhf.config.import_by_name import load_attribute
 
-Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep", "vllm_options", "routes"]
+Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep", "staged", "vllm_options", "routes"]
 """What an engine can do, which others cannot:
 
 - policy: sample from the learner's policy itself, on every rank; other engines load a copy of its weights
@@ -20,6 +20,7 @@ Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep",
 - adapters: load the adapters alone
 - unseeded: draw from one random generator instead of one for each prompt
 - sleep: give its memory back and take it again: methods sleep() and wake()
+- staged: take weights that wait on its GPU in the order in which they were published
 - vllm_options: follow the keys below ``vllm``
 - routes: say to which experts of a mixture each token was sent (``SamplingParams.routes``)
 """
@@ -39,6 +40,8 @@ class EngineSpec:
     generator process is then a fresh interpreter with these. None for a fork, which starts in milliseconds."""
     check: Callable[[], str] = str
     """Returns what must be done before it can be imported; "" for nothing."""
+    starting: str = ""
+    """What is said when a generator process starts, if that takes long."""
     coldest: float = 0.0
     """Lowest temperature that it samples at."""
 
@@ -54,9 +57,10 @@ ENGINES = {
     ),
     "vllm": EngineSpec(
         "async_rlhf.generation.vllm_engine:VLLMEngine",
-        frozenset({"server", "adapters", "unseeded", "sleep", "vllm_options", "routes"}),
+        frozenset({"server", "adapters", "unseeded", "sleep", "staged", "vllm_options", "routes"}),
         environment="async_rlhf.generation.vllm_engine:environment",
         check=_vllm_is_missing,
+        starting="vLLM is starting, which takes minutes while it compiles for the first time",
         coldest=0.01,
     ),
 }

@@ -8,6 +8,9 @@ from typing import Any
 
 from async_rlhf.config.base import require
 
+KINDS = ("environment", "tools", "agent")
+"""The keys of what may answer the policy, of which a run has one at most."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -36,7 +39,7 @@ class World:
         Raises:
             ConfigError: the error names the key, with a prefix those of the training.
         """
-        named = [name for name in ("environment", "tools", "agent") if getattr(self, name)]
+        named = [name for name in KINDS if getattr(self, name)]
         rule = (
             f"must be left out with {named[0] if named else ''}: only one of environment, tools and agent may be given"
         )

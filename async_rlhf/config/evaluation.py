@@ -16,6 +16,7 @@ from async_rlhf.config.common import (
     WorldConfig,
 )
 from async_rlhf.config.engines import able, find
+from async_rlhf.config.episodes import KINDS
 from async_rlhf.config.generation import Dtype, VLLMConfig
 from async_rlhf.config.rewards import JudgeConfig
 
@@ -125,7 +126,6 @@ class EvaluateConfig(HeldOutConfig, RewardTokensConfig):
 _SAMPLED = (
     *("models", "run", "data", "split", "prompt_field", "prompt_words", "eval_fraction"),
     *("temperature", "top_p", "top_k", "response_length", "max_prompt_length", "engine", "seed", "checkpoints"),
-    *("dtype", "vllm"),
-    *("environment", "tools", "agent", "max_turns", "episode_length", "step_timeout"),
+    *("dtype", "vllm", *KINDS, "max_turns", "episode_length", "step_timeout"),
 )
 """Keys of EvaluateConfig that mean nothing where completions are given."""

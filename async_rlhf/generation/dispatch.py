@@ -107,16 +107,16 @@ class Dispatcher:
     Args:
         workers: who is there from the start.
         clock: seconds.
-        at_once: most requests that a worker has at a time.
+        per_worker: most requests that a worker has at a time.
     """
 
     def __init__(
-        self, workers: Iterable[Worker], clock: Callable[[], float] = time.monotonic, at_once: int = 1
+        self, workers: Iterable[Worker], clock: Callable[[], float] = time.monotonic, per_worker: int = 1
     ) -> None:
         self._lock = threading.RLock()
         self._queue: list[Request] = []
         self._there: list[Worker] = []
-        self._at_once = at_once
+        self._per_worker = per_worker
         self._unanswered: dict[int, int] = {}
         self._times, self._clock = Utilisation(self._there), clock
         self._idle: dict[int, float] = {}
@@ -194,7 +194,7 @@ class Dispatcher:
     def _hand_out(self) -> None:
         while self._queue and self._there:
             worker = min(self._there, key=lambda each: len(each.open))  # the first of those that have least
-            if len(worker.open) >= self._at_once:
+            if len(worker.open) >= self._per_worker:
                 return
             request = self._queue.pop(0)
             self._times.began(request.batch, self._clock())

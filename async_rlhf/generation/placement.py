@@ -113,7 +113,7 @@ def free_gpus(learner: torch.device, apart: Collection[str] = ()) -> list[int]:
 def memory_taken(config: OnlineConfig, learner: torch.device) -> dict[str, float]:
     """The share of each GPU's memory that vLLM may take in generator processes on this host."""
     generation, taken = config.generation, dict[str, float]()
-    if generation.engine == "vllm" and generation.vllm.kv_cache_gb is None:
+    if "vllm_options" in find(generation.engine).supports and generation.vllm.kv_cache_gb is None:
         for number in range(_workers(config)):
             size = generation.vllm.tensor_parallel_size
             for device in worker_devices(generation.device, number, learner, size, config.own_devices):

@@ -24,6 +24,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.engines import find
 from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.placement import worker_devices
@@ -126,9 +127,9 @@ class ProcessWorker(Worker):
             name=f"generator-{self.number}",
             daemon=self._arguments[0].gpus == 1,  # else vLLM starts processes of its own there
         )
-        if self._arguments[0].engine == "vllm":
+        if starting := find(self._arguments[0].engine).starting:
             self.started = self.since
-            logger.info("%s: vLLM is starting, which takes minutes while it compiles for the first time", self.label)
+            logger.info("%s: %s", self.label, starting)
         start_process(process, self.label, self._method, self._environment)
         self.process, self._pipe = process, pipe
         theirs.close()  # only the worker holds it now, so its death ends our read

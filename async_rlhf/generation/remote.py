@@ -174,7 +174,7 @@ class RemoteGenerator:
             self.config,
             make=self.make,
             number=number,
-            at_once=_in_flight(self._size, params) if streaming else 1,
+            per_worker=_in_flight(self._size, params) if streaming else 1,
             arrived=self.arrived,
             trace=trace,
             on_reply=self._on_reply,

@@ -37,7 +37,7 @@ class Supervisor:
         config: limits of time, and of restarts.
         make: a new worker with a number, already starting.
         number: how many there are to begin with.
-        at_once: most requests that a worker has at a time.
+        per_worker: most requests that a worker has at a time.
         arrived: where workers put what comes from them.
         trace: gets restarts.
         on_reply: called with a worker and its reply to a request, in the keeper.
@@ -51,7 +51,7 @@ class Supervisor:
         config: GenerationConfig,
         make: Callable[[int], Worker],
         number: int,
-        at_once: int,
+        per_worker: int,
         arrived: queue.SimpleQueue[Arrived | None],
         trace: Trace,
         on_reply: Callable[[Any, Reply], None],
@@ -62,7 +62,7 @@ class Supervisor:
         self._arrived, self._on_reply, self._on_error, self._unstartable = arrived, on_reply, on_error, unstartable
         self.workers: Sequence[Any] = list(map(make, range(number)))
         """The list is replaced, never changed."""
-        self.dispatcher = Dispatcher(self.workers, at_once=at_once)
+        self.dispatcher = Dispatcher(self.workers, per_worker=per_worker)
         self.restarts = 0
         self._members = threading.RLock()
         """Held by who changes the workers."""

@@ -237,12 +237,12 @@ class TransformersEngine:
 
         known = [past or Past([], None) for past in pasts or [None] * len(rows)]
         new = [n - min(past.tokens(self.version), n - 1) for n, past in zip(lengths, known, strict=True)]
-        at_once = len(rows)
+        size = len(rows)
         if self.adds_rows:
-            at_once = max(1, PREFILL_TOKENS.get(device.type, at_once * longest) // max(new))
+            size = max(1, PREFILL_TOKENS.get(device.type, size * longest) // max(new))
         caches, logits, routes = [], [], list[Tensor]()
-        for first in range(0, len(rows), at_once):
-            part = slice(first, first + at_once)
+        for first in range(0, len(rows), size):
+            part = slice(first, first + size)
             columns, fed = max(lengths[part]), max(new[part])
             caches.append(decode_cache.TokenCache() if self._computes_anew else DynamicCache(config=self.model.config))
             decode_cache.go_on_from(known[part], [n - fed for n in lengths[part]], columns - fed, caches[-1])

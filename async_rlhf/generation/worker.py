@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.config import ConfigError
+from async_rlhf.config.engines import find
 from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.episodes.sampler import EpisodeSampler
 from async_rlhf.generation.protocol import (
@@ -105,7 +106,7 @@ class RequestHandler:
         engine = make_engine(spec, params)
         if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
             weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
-            if spec.engine == "vllm" and spec.adapter is None and spec.gpus == 1 and weights.folded:
+            if "staged" in find(spec.engine).supports and spec.adapter is None and spec.gpus == 1 and weights.folded:
                 # By its number here: the process may see its own GPU alone, as the first.
                 device = torch.device("cuda", torch.cuda.current_device())
                 weights = StagedWeights(weights, device, getattr(engine, "unheld", 0))

@@ -51,7 +51,7 @@ Later = Callable[[Work], "Future[None]"]
 _LEAST_ROOM = 1 << 30
 
 
-def at_once(work: Work) -> Future[None]:
+def run_now(work: Work) -> Future[None]:
     """Do it now."""
     work()
     done: Future[None] = Future()
@@ -291,7 +291,7 @@ class Snapshots:
         """The version published last; -1 for none."""
         return self._newest
 
-    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once) -> None:
+    def publish(self, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = run_now) -> None:
         """Copy the weights, which may change when this returns, and make the copy available.
 
         Every rank must call it.

@@ -57,17 +57,17 @@ def read_rows(metrics: Path) -> list[Row]:
     return [line for line in lines if "time/batch" in line]
 
 
-def asynchrony(in_turn: Sequence[Row], at_once: Sequence[Row], cores: int, gpus: int) -> str:
+def asynchrony(synchronous: Sequence[Row], asynchronous: Sequence[Row], cores: int, gpus: int) -> str:
     """Compare the seconds of a batch of two runs that differ in staleness alone.
 
     Args:
-        in_turn: metrics of the synchronous run, by batch.
-        at_once: of the asynchronous one.
+        synchronous: metrics of the synchronous run, by batch.
+        asynchronous: of the asynchronous one.
         cores: of the CPU.
         gpus: in this machine.
     """
-    batch, sampling = _mean(in_turn, "time/batch"), _mean(in_turn, "time/generate")
-    other, learning = _mean(at_once, "time/batch"), batch - sampling
+    batch, sampling = _mean(synchronous, "time/batch"), _mean(synchronous, "time/generate")
+    other, learning = _mean(asynchronous, "time/batch"), batch - sampling
     gain = batch / other
     seconds = f"a batch took {other:.2f} s one step off-policy and {batch:.2f} s in turn"
     text = [f"Asynchrony: {seconds}" + (f", {gain:.2f} times as fast." if gain >= FASTER else ": no gain.")]

@@ -44,9 +44,9 @@ def batch(index: int, units: int) -> list[Request]:
     return [Request(index, unit, 0, ()) for unit in range(units)]
 
 
-def make(count: int, clock: Clock | None = None, at_once: int = 1) -> tuple[list[Worker], Dispatcher]:
+def make(count: int, clock: Clock | None = None, per_worker: int = 1) -> tuple[list[Worker], Dispatcher]:
     workers = [Worker(number) for number in range(count)]
-    return workers, Dispatcher(workers, clock or Clock(), at_once)
+    return workers, Dispatcher(workers, clock or Clock(), per_worker)
 
 
 def test_free_workers_take_the_next_units_in_order_across_batches():
@@ -64,7 +64,7 @@ def test_free_workers_take_the_next_units_in_order_across_batches():
 
 def test_workers_that_take_several_at_a_time_have_about_equally_many_and_answer_in_any_order():
     clock = Clock()
-    (first, second), dispatcher = make(2, clock, at_once=3)
+    (first, second), dispatcher = make(2, clock, per_worker=3)
     dispatcher.add(batch(1, 4))
     dispatcher.add(batch(2, 4))
     assert first.given == [(1, 0), (1, 2), (2, 0)]

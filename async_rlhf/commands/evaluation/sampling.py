@@ -135,8 +135,8 @@ def sampled_in_shares(
     if ranks.count == 1:
         return engine.generate(prompts, progress=progress)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].tokens))
-    at_once = max(1, engine.params.batch_size // engine.params.samples_per_prompt)
-    size = min(at_once, -(-len(order) // ranks.count))
+    most = max(1, engine.params.batch_size // engine.params.samples_per_prompt)
+    size = min(most, -(-len(order) // ranks.count))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     mine = [number for batch in batches[ranks.rank :: ranks.count] for number in batch]
     groups = engine.generate(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from async_rlhf.algorithms.table import find
+from async_rlhf.config import engines
 from async_rlhf.config.base import require
 from async_rlhf.models.memory import KEYS, USED, LearnerMemory, Pass, Shape
 from async_rlhf.run.config import RunConfig
@@ -103,7 +104,8 @@ def batch_of(workload: WorkloadConfig, recipe: RunConfig | None) -> Batch:
         generation, ray, adapters = train.generation, train.launch == "ray", train.lora.publish == "adapter"
         values["generator_bytes"] = _BYTES[generation.weights_dtype]
         values["network"] = generation.weights_transport == "network"
-        values["stages"] = generation.engine == "vllm" and generation.placement != "server" and not ray and not adapters
+        stages = "staged" in engines.find(generation.engine).supports and generation.placement != "server"
+        values["stages"] = stages and not ray and not adapters
     batch = Batch(**values)
     for name, most, what in (
         ("response_tokens", batch.response_length, f"workload.response_length ({batch.response_length})"),
@@ -276,10 +278,10 @@ class Roofline:
                 f"a generator needs {self._weights() / 1e9:.0f} GB for weights and more for a completion, and finds "
                 f"{max(0.0, room + self._weights()) / 1e9:.0f}" + (f" on {devices} devices" if devices > 1 else "")
             )
-        at_once = math.floor(room / (token * (batch.prompt_tokens + batch.response_tokens)))
+        concurrent = math.floor(room / (token * (batch.prompt_tokens + batch.response_tokens)))
         peak = devices * hardware.tflops * 1e12 * hardware.forward_mfu
         seen, tokens = batch.prompt_tokens + batch.response_tokens / 2, rows * batch.response_tokens
-        steps = batch.response_length * max(1.0, rows / at_once)
+        steps = batch.response_length * max(1.0, rows / concurrent)
         read = devices * hardware.memory_gbs * 1e9 * hardware.decode_share
         products = max(steps * self._weights() / read, tokens * 2 * self._active / peak)
         attention = tokens * max(seen * token / read, self._attention(seen) / peak)

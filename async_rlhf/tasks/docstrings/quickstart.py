@@ -128,8 +128,8 @@ def _gold_difference(samples: Path) -> str:
     from async_rlhf.commands.evaluation.statistics import paired_difference
 
     rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    in_turn, at_once = ([row["models"][name]["score"] for row in rows] for name in RUNS)
-    difference = paired_difference(at_once, in_turn, [row["query"] for row in rows])
+    synchronous, asynchronous = ([row["models"][name]["score"] for row in rows] for name in RUNS)
+    difference = paired_difference(asynchronous, synchronous, [row["query"] for row in rows])
     between = f"{difference.estimate:+.3f} ({difference.low:+.3f} to {difference.high:+.3f}, 95%)"
     return f"Gold reward: {between} one step off-policy against in turn, {len(rows)} held-out prompts, one run of each."
 
@@ -159,8 +159,8 @@ def _report(out: Path, summary: dict[str, Any]) -> dict[str, Any]:
         logger.warning("WARNING: no picture or no page was made: %s: %s", type(error).__name__, error)
     accuracy = summary["results"]["reward"]["eval_accuracy"]
     print(f"reward model: {accuracy:.1%} of held-out pairs right")
-    in_turn, at_once = (read_rows(out / name / METRICS) for name in RUNS)
-    print(asynchrony(in_turn, at_once, cores=available_cores(), gpus=torch.cuda.device_count()))
+    synchronous, asynchronous = (read_rows(out / name / METRICS) for name in RUNS)
+    print(asynchrony(synchronous, asynchronous, cores=available_cores(), gpus=torch.cuda.device_count()))
     print(_gold_difference(out / "evaluation" / "samples.jsonl"))
     print(f"{sum(summary['seconds'].values()):.0f} s in all, by stage: {summary['seconds']}")
     made = {
