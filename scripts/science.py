@@ -384,36 +384,52 @@ HEAD, TAIL = slice(10), slice(10, None)
 """Batches of a race's run in which weights are first published and memory is first touched, and the others."""
 
 
-def smollm() -> Iterator[str]:
-    """What recipes/smollm/race.py found: right answers to held-out questions, with intervals over seeds and questions,
-    and the speed after the first ten batches, with intervals over seeds.
-    """
+def raced(file: str) -> dict[str, dict[str, dict[int, dict[str, Any]]]]:
+    """Runs of recipes/smollm/race.py by task, way and seed."""
     tasks: dict[str, dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
-    for run in map(json.loads, (DATA / "smollm.jsonl").read_text().splitlines()):
+    for run in map(json.loads, (DATA / file).read_text().splitlines()):
         tasks[run["task"]][run["way"]][run["seed"]] = run
+    return tasks
+
+
+def smollm() -> Iterator[str]:
+    """Right answers to held-out questions, with intervals over seeds and questions."""
     early = "ESS of completions, batches 1 to 10"
-    yield from head(
-        f"| task | | seeds | right held-out answers | minus S = 0 | {early} | after | seconds a batch | times as fast |"
-    )
-    for task, ways in tasks.items():
+    yield from head(f"| task | | seeds | right held-out answers | minus S = 0 | {early} | after |")
+    for task, ways in raced("smollm.jsonl").items():
         for way, runs in sorted(ways.items()):
             base = {} if way == "S = 0" else {seed: ways["S = 0"][seed] for seed in runs if seed in ways["S = 0"]}
-            share, lost = "", ""
-            if all("right" in run for run in runs.values()):
-                share = told(within(crossed_mean_interval([run["right"] for run in runs.values()])), ".1%")
-                pairs = [np.subtract(runs[seed]["right"], base[seed]["right"]).tolist() for seed in base]
-                lost = told(crossed_mean_interval(pairs), "+.1%") if len(pairs) > 1 else ""
-            faster = [pace(base[seed]) / pace(runs[seed]) for seed in base]
+            if not all("right" in run for run in runs.values()):
+                continue
+            share = told(within(crossed_mean_interval([run["right"] for run in runs.values()])), ".1%")
+            pairs = [np.subtract(runs[seed]["right"], base[seed]["right"]).tolist() for seed in base]
+            lost = told(crossed_mean_interval(pairs), "+.1%") if len(pairs) > 1 else ""
             parts = [[x for run in runs.values() for x in run.get("ess", [])[part] if x] for part in (HEAD, TAIL)]
             ess = [f"{fmean(part):.2f}" if part else "" for part in parts]
-            cells = [task, way, str(len(runs)), share, lost, *ess, f"{fmean(map(pace, runs.values())):.2f}"]
-            yield f"| {' | '.join([*cells, told(mean_interval(faster), '.2f') if len(faster) > 1 else ''])} |"
+            yield f"| {' | '.join([task, way, str(len(runs)), share, lost, *ess])} |"
 
 
-def pace(run: Mapping[str, Any]) -> float:
-    """Seconds a batch."""
-    after = run["seconds"][HEAD.stop - 1 :]
-    return float(after[-1] - after[0]) / (len(after) - 1)
+def smollm_seconds() -> Iterator[str]:
+    """Seconds a batch, and how many times as fast as S = 0 in its fastest placement: of all batches, of the first ten,
+    in which answers are long, and of those after; with intervals over seeds, or of one.
+    """
+    parts = {"all batches": slice(0, None), "the first ten": HEAD, "after": TAIL}
+    yield from head(f"| task | | seeds | {' | '.join(f'{part}, s | times as fast' for part in parts)} |")
+    for task, ways in raced("smollm_seconds.jsonl").items():
+        for way, runs in sorted(ways.items()):
+            cells = [task, way, str(len(runs))]
+            for part in parts.values():
+                base = {} if way == "S = 0" else {seed: ways["S = 0"][seed] for seed in runs if seed in ways["S = 0"]}
+                factors = [pace(base[seed], part, runs[seed]) / pace(runs[seed], part) for seed in base]
+                mean = fmean(pace(run, part) for run in runs.values())
+                fast = told(mean_interval(factors), ".2f") if len(factors) > 1 else "".join(f"{x:.2f}" for x in factors)
+                cells += [f"{mean:.2f}", fast]
+            yield f"| {' | '.join(cells)} |"
+
+
+def pace(run: Mapping[str, Any], part: slice, other: Mapping[str, Any] | None = None) -> float:
+    """Seconds a batch in a part of a run, of as many batches as another one has."""
+    return float(np.diff([0.0, *run["seconds"]])[: len((other or run)["seconds"])][part].mean())
 
 
 @cache
@@ -459,6 +475,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "certificate": certificate,
     "pair_losses": pair_losses,
     "smollm": smollm,
+    "smollm_seconds": smollm_seconds,
     "impulse": impulse,
     "whole_runs": whole_runs,
     "drift": drift,

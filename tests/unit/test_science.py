@@ -33,7 +33,12 @@ def test_every_run_has_judged_the_same_prompts():
 
 
 def test_every_run_of_smollm_is_whole():
-    runs = [json.loads(line) for line in (science.DATA / "smollm.jsonl").read_text().splitlines()]
+    files = ("smollm.jsonl", "smollm_seconds.jsonl")
+    for runs in ([*map(json.loads, (science.DATA / file).read_text().splitlines())] for file in files):
+        whole(runs)
+
+
+def whole(runs: list[dict]) -> None:
     assert len({(run["task"], run["way"], run["seed"]) for run in runs}) == len(runs)
     for run in runs:
         assert len(run["seconds"]) == len(run["scores"])
