@@ -67,7 +67,7 @@ class Row(NamedTuple):
     number: int
     """Its number among the prompt's K samples."""
     sample: Sample
-    index: int
+    prompt_index: int
     """Of the prompt in the batch."""
 
 
