@@ -401,11 +401,17 @@ def without_gpu(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {name: meant[name] if name in open_ else value for name, value in values.items()}
 
 
+@cache
+def _default(kind: Any, name: str) -> Any:
+    """Of a field: made once, as a group's is costly. Nobody may change it."""
+    item = kind.__dataclass_fields__[name]
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 def default_of(config: Any, name: str) -> Any:
     """What the key with a dotted name is if nobody sets it; MISSING if it must be set."""
     first, _, rest = name.partition(".")
-    item = config.__dataclass_fields__[first]
-    value = item.default if item.default_factory is MISSING else item.default_factory()
+    value = _default(config if isinstance(config, type) else type(config), first)
     if value is MISSING and rest and isinstance(getattr(config, first), Checked):
         return default_of(getattr(config, first), rest)  # a group that must be given: its own keys may have defaults
     for part in rest.split(".") if rest else ():

@@ -27,7 +27,7 @@ from async_rlhf.generation.dispatch import Worker
 from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.protocol import Failure, Ready, Reply, Request, SamplingParams
 from async_rlhf.generation.remote import RemoteGenerator
-from async_rlhf.generation.worker import RequestHandler, to_failure
+from async_rlhf.generation.worker import RequestHandler, build_handler, to_failure
 from async_rlhf.models.publish import DraftSnapshots, Snapshots, TensorSpec, tensors_in
 from async_rlhf.models.weights import digests
 
@@ -127,7 +127,7 @@ class GeneratorActor(Signs):
         try:
             self.last_sign = time.monotonic()
             if self._handler is None:
-                self._handler = RequestHandler.build(self._spec, self._params, self._weights, self._heartbeat)
+                self._handler = build_handler(self._spec, self._params, self._weights, self._heartbeat)
             self._weights.fetch(version, reference)
             reply = self._handler.answer(request)
             self._weights.keep(reply.version)

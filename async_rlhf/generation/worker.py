@@ -88,32 +88,6 @@ class RequestHandler:
         self._held: dict[int, dict[str, str]] = {}
         self._probed: tuple[int, list[float]] | None = None
 
-    @classmethod
-    def build(
-        cls, spec: ModelSpec, params: SamplingParams, weights: Weights, heartbeat: Callable[[], None]
-    ) -> RequestHandler:
-        """The handler of a process that is the generator's alone, with an engine of the model.
-
-        Args:
-            spec: the model.
-            params: how to sample.
-            weights: where they lie.
-            heartbeat: called often while it works.
-        """
-        if spec.num_threads is not None:
-            torch.set_num_threads(spec.num_threads)
-        seed_all(params.seed)
-        engine = make_engine(spec, params)
-        if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
-            weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
-            if "staged" in find(spec.engine).supports and spec.adapter is None and spec.gpus == 1 and weights.folded:
-                # By its number here: the process may see its own GPU alone, as the first.
-                device = torch.device("cuda", torch.cuda.current_device())
-                weights = StagedWeights(weights, device, getattr(engine, "unheld", 0))
-                where = "on the GPU" if weights.has_room else "in the host's memory, as the GPU has no room for it"
-                logger.info("generator: the next version of the weights waits %s", where)
-        return cls(engine, weights, heartbeat)
-
     def _alive(self) -> None:
         """Give a sign of life, between two steps of the engine."""
         self._heartbeat()
@@ -179,6 +153,32 @@ class RequestHandler:
         if version != self.engine.version:
             self._probed = None
             self._held[version] = self.engine.load(self.weights.views(version), version)
+
+
+def build_handler(
+    spec: ModelSpec, params: SamplingParams, weights: Weights, heartbeat: Callable[[], None]
+) -> RequestHandler:
+    """The handler of a process that is the generator's alone, with an engine of the model.
+
+    Args:
+        spec: the model.
+        params: how to sample.
+        weights: where they lie.
+        heartbeat: called often while it works.
+    """
+    if spec.num_threads is not None:
+        torch.set_num_threads(spec.num_threads)
+    seed_all(params.seed)
+    engine = make_engine(spec, params)
+    if isinstance(weights, SnapshotRing) and weights.fd >= 0 and torch.cuda.is_initialized():
+        weights.pin(weights.memory)  # this process has the engine's weights, on a GPU
+        if "staged" in find(spec.engine).supports and spec.adapter is None and spec.gpus == 1 and weights.folded:
+            # By its number here: the process may see its own GPU alone, as the first.
+            device = torch.device("cuda", torch.cuda.current_device())
+            weights = StagedWeights(weights, device, getattr(engine, "unheld", 0))
+            where = "on the GPU" if weights.has_room else "in the host's memory, as the GPU has no room for it"
+            logger.info("generator: the next version of the weights waits %s", where)
+    return RequestHandler(engine, weights, heartbeat)
 
 
 @dataclass
@@ -312,7 +312,7 @@ def run_worker(pipe: Connection, spec: ModelSpec, params: SamplingParams, ring: 
     sender.start()
     try:
         alive = partial(setattr, heartbeat, "value")
-        handler = RequestHandler.build(spec, params, ring, heartbeat=lambda: alive(time.monotonic()))
+        handler = build_handler(spec, params, ring, heartbeat=lambda: alive(time.monotonic()))
         replies.put(Ready())
         serve(handler, requests, replies.put)
     except Exception as error:

@@ -35,7 +35,7 @@ from async_rlhf.generation.protocol import Completions, GeneratorError, Request,
 from async_rlhf.generation.remote import RemoteGenerator
 from async_rlhf.generation.sampling import draw_tokens, row_uniforms
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.worker import RequestHandler
+from async_rlhf.generation.worker import RequestHandler, build_handler
 from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.weights import named_weights
 from async_rlhf.system.trace import Trace
@@ -91,7 +91,7 @@ class HereGenerator(RemoteGenerator):
     def prepare(self, config, policy):
         ring = SnapshotRing.for_model(policy, torch.float32, 1)
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
-        self.handler = RequestHandler.build(spec, PARAMS, ring, heartbeat=lambda: None)
+        self.handler = build_handler(spec, PARAMS, ring, heartbeat=lambda: None)
         return ring, 1
 
     def make(self, number):

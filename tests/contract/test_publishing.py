@@ -21,7 +21,7 @@ from async_rlhf.generation.engines import ModelSpec
 from async_rlhf.generation.process import ProcessGenerator
 from async_rlhf.generation.protocol import Request, SamplingParams
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.worker import RequestHandler
+from async_rlhf.generation.worker import build_handler
 from async_rlhf.models import publish
 from async_rlhf.models.publish import AsyncCopy, BackgroundThread, SnapshotFolder, SnapshotRing
 from async_rlhf.models.weights import digests, named_weights
@@ -129,7 +129,7 @@ def test_a_worker_waits_for_weights_that_are_on_their_way(make_policy, tokenizer
         ring.publish(make_policy(1), 1, ALONE, work.append)
         signs: list[float] = []
         spec = ModelSpec(type(policy), policy.config, torch.float32, "cpu")
-        handler = RequestHandler.build(spec, PARAMS, ring, lambda: signs.append(time.monotonic()))
+        handler = build_handler(spec, PARAMS, ring, lambda: signs.append(time.monotonic()))
         request = Request(1, 0, version, PromptStream(prompts, tokenizer).batch(1, 2), after=1)
         replies = []
         thread = threading.Thread(target=lambda: replies.append(handler.answer(request)))

@@ -48,8 +48,8 @@ class Traced(TrainerCallback):
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "ordinary": (34, {}),
     "environment": (36, {"max_turns": 2, "episode_length": 24, "response_length": 8}),
-    "inline": (38, {"placement": "inline"}),
-    "saving": (42, {}),
+    "inline": (42, {"placement": "inline"}),
+    "saving": (51, {}),
 }
 """Of a kind of batch: at most so many files, which a reader who follows it enters; and settings of generation."""
 

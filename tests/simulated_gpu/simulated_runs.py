@@ -36,7 +36,7 @@ from async_rlhf.generation.engines import ModelSpec, make_engine
 from async_rlhf.generation.protocol import SamplingParams
 from async_rlhf.generation.staging import StagedWeights
 from async_rlhf.generation.transformers_engine import TransformersEngine
-from async_rlhf.generation.worker import RequestHandler
+from async_rlhf.generation.worker import build_handler
 from async_rlhf.models import packing, weights
 from async_rlhf.models import publish as snapshots
 from async_rlhf.models.adapters import add_adapters
@@ -283,7 +283,7 @@ def path_of_weights(room: int = 80 * 10**9, unheld: int = 0) -> PathOfWeights:
         )
         patch.setattr(TransformersEngine, "unheld", unheld, raising=False)  # as vLLM's has it
         patch.setattr(simulated_device, "GPUS", 1)  # as in a process that CUDA_VISIBLE_DEVICES gives the second alone
-        handler = RequestHandler.build(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
+        handler = build_handler(spec, SamplingParams(2, 1.0, 8, (256,), seed=0), own, lambda: None)
         pinned = own.memory.data_ptr() in simulated_device.SimulatedRuntime.pinned
         handler.load(0)
         with torch.no_grad():

@@ -155,14 +155,14 @@ TOO_DEAR = {
     "weights that leave the device in float32": too_dear(
         publish,
         "models.publish:AsyncCopy.copy",
-        "partial(self._leave, copied, place, name)",
-        "partial(place.copy_, tensor.clone())",
+        "partial(self._leave, copied, target, name)",
+        "partial(target.copy_, tensor.clone())",
     ),
     "weights that the learner's thread copies to the host": too_dear(
         publish,
         "models.publish:AsyncCopy.copy",
-        "partial(self._leave, copied, place, name)",
-        "place.copy_(copied).size",
+        "partial(self._leave, copied, target, name)",
+        "target.copy_(copied).size",
     ),
     "weights that are not copied within the device": too_dear(
         publish_float32, "models.publish:AsyncCopy.copy", "copied = copied.clone()", "pass"

@@ -36,7 +36,7 @@ def test_what_is_staged_is_waited_for(on_gpu):
 
 def test_it_is_staged_on_the_gpu_that_the_process_sees(on_gpu):
     """Whatever number that GPU has for the learner: CUDA_VISIBLE_DEVICES makes it the first."""
-    fault = Fault("generation.worker:RequestHandler.build", 'torch.device("cuda", torch.cuda.current_device())',
+    fault = Fault("generation.worker:build_handler", 'torch.device("cuda", torch.cuda.current_device())',
                   "torch.device(spec.device)")  # fmt: skip
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         on_gpu(with_fault, fault, path_of_weights)

@@ -106,6 +106,6 @@ def test_generators(monkeypatch):
     for seed in (5, 5, 6):
         forget()
         params = SamplingParams(1, 1.0, 4, (256,), seed)
-        worker.RequestHandler.build(SimpleNamespace(num_threads=None), params, None, lambda: None)
+        worker.build_handler(SimpleNamespace(num_threads=None), params, None, lambda: None)
         found.append(drawn())
     assert found[0] == found[1] != found[2]
