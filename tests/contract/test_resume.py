@@ -110,7 +110,7 @@ def finals(trainer):
 def test_a_run_that_samples_stale_batches_in_turn_resumes_bit_for_bit(
     make_policy, tokenizer, prompts, make_args, staleness
 ):
-    """What is found in a batch that is sampled ahead counts once, also if the run stops before training on it."""
+    """The newest batch, which the checkpoint's own weights sample, is sampled again, and counts once."""
     options = {"staleness": staleness, "num_samples_logged": 100}
     options["generation"] = {"placement": "inline", "mismatch_steps": 1}
     whole = run(make_policy, tokenizer, prompts, make_args("whole", **options))
@@ -118,7 +118,7 @@ def test_a_run_that_samples_stale_batches_in_turn_resumes_bit_for_bit(
     resumed = make_args("stopped", resume=True, **options)
     assert_same(run(make_policy, tokenizer, prompts, resumed), whole)
     held = (Path(resumed.output_dir) / "checkpoint-2" / "resume" / "rollouts.jsonl").read_text().splitlines()
-    assert [json.loads(line)["index"] for line in held] == list(range(3, 4 + staleness))
+    assert [json.loads(line)["index"] for line in held] == list(range(3, 3 + staleness))
 
 
 RESUMED = [*product(RUNS, [1, 0]), ("online_dpo", 3), ("ppo", 3)]
