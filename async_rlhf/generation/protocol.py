@@ -337,12 +337,12 @@ def require_answer(
     drawn = replace(request.params or params, episodes=params.episodes)
     check_completions(answered, request.prompts, reply.completions, drawn, vocabulary)
     versions = drawn_versions(sample for samples in reply.completions for sample in samples)
-    for version in sorted(versions | {reply.version}):
-        sampled, expected = reply.digests.get(version, {}), published[version]
+    for version in (reply.version, *sorted(versions - {reply.version})):
+        sampled, expected = reply.digests.get(version, {}), published.get(version)
         if sampled != expected:
             raise GeneratorError(
                 f"{who} sampled {work(reply.batch)} with weights that are not those of version {version}: "
-                f"{differing(sampled, expected)}"
+                f"{'there is none' if expected is None else differing(sampled, expected)}"
             )
 
 
