@@ -458,6 +458,25 @@ DEEP = [900, 940, 980, 5000, 1_000_000]
 """Of lists within each other: such as Python reads and cannot write, and such as it cannot read."""
 
 
+def test_messages_that_are_nested_too_deeply_for_what_reads_them_are_refused(tmp_path, chats):
+    found = []
+
+    def agent(client, row):
+        for deep in range(840, 1000, 16):
+            lists = "[" * deep + "]" * deep
+            call = f'{{"type": "function", "function": {{"name": "f", "arguments": {{"a": {lists}}}}}}}'
+            for more in (
+                f'"role": "user", "content": "a", "x": {lists}',
+                f'"role": "assistant", "tool_calls": [{call}]',
+            ):
+                found.append(asked(client, f'{{"messages": [{{{more}}}]}}'))
+        asked(client, messages=SAID)
+        return 1.0
+
+    sampled(tmp_path, chats, agent, count=1, max_turns=500)
+    assert {status for status, _ in found} == {400}, {why for status, why in found if status != 400}
+
+
 def test_a_request_that_is_nested_too_deeply_is_refused(tmp_path, chats):
     found = []
     inner = ['"role": "user", "content": {}', '"role": "assistant", "tool_calls": [{{"function": {}}}]']

@@ -24,6 +24,7 @@ from async_rlhf.data.formats import MESSAGES, RowReader, identity, prompt_identi
 from async_rlhf.data.rendering import Renderer
 from async_rlhf.data.stream import PromptStream
 from async_rlhf.data.tokenizer import encode_prompts, encode_responses
+from async_rlhf.generation.episodes.endpoint import _spoken
 from async_rlhf.generation.episodes.tools import ToolEnvironment
 from async_rlhf.models.chats import ChatTemplate, Message, Setting, as_messages
 
@@ -511,3 +512,18 @@ def test_several_calls_that_are_bare_json_are_read(between):
     said = CallParser(byte_tokenizer(), TOOLS).parse(between.join(map(json.dumps, calls)))
     assert [call["function"]["arguments"] for call in said["tool_calls"]] == [{"a": 0}, {"a": 1}, {"a": 2}]
     assert said["content"] == ""
+
+
+def test_a_call_that_an_agent_sends_back_has_an_id_that_the_template_takes():
+    """In a history that begins another conversation the template writes it, with the id that the endpoint gave it."""
+    tokenizer = tokenizer_of(NINE, "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    renderer = Renderer(tokenizer, TOOLS)
+    for own in ({}, {"id": "abcdefghi"}):
+        calls = [{"name": "add", "arguments": {"a": 1}, **own}]
+        message = renderer.read(f"[TOOL_CALLS] {json.dumps(calls)}", "[INST] 17+4?[/INST]")
+        sent = json.loads(json.dumps(_spoken(message)))
+        (call,) = sent["tool_calls"]
+        assert call["id"] == own.get("id", call["id"])
+        reply = {"role": "tool", "tool_call_id": call["id"], "content": "21"}
+        text = renderer.template.prompt(as_messages([ASKED, sent, reply], "messages"))
+        assert text.count(call["id"]) == 2

@@ -13,10 +13,11 @@ import torch
 from tiny import LLAMA_SIZES, mixture, new_policy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from async_rlhf.distributed.parallel import ALONE
 from async_rlhf.models import saving
 from async_rlhf.models.adapters import write_adapter, write_base
 from async_rlhf.models.publish import SnapshotFolder
-from async_rlhf.models.saving import write_copy, write_model, write_value_head
+from async_rlhf.models.saving import ModelCopies, write_copy, write_model, write_value_head
 from async_rlhf.models.weights import iterate_weights
 from async_rlhf.run.checkpoint import _save
 from async_rlhf.system.files import naming, whole_folder
@@ -119,6 +120,9 @@ WRITERS = {
     "in files": lambda folder, tokenizer: write_copy(made("llama"), tokenizer, folder, [("a", torch.ones(9999))], None),
     "tokenizer": lambda folder, tokenizer: write_model(LlamaForCausalLM(TINY), tokenizer, folder),
     "value head": lambda folder, tokenizer: write_value_head(torch.nn.Linear(9999, 1), folder),
+    "copy of a value head": lambda folder, tokenizer: ModelCopies(torch.nn.Linear(9999, 1), tokenizer, ALONE).take({})(
+        folder, ()
+    ),
     "base": lambda folder, tokenizer: write_base(made("llama"), folder, torch.float32),
     "adapter": lambda folder, tokenizer: write_adapter(None, {"a.lora_A.default.b": torch.ones(9999)}, folder),
     "state": lambda folder, tokenizer: _save({"a": torch.zeros(9999)}, folder / "tensors.safetensors"),

@@ -18,7 +18,7 @@ from async_rlhf.commands.reward import encode_pairs
 from async_rlhf.commands.sft import encode_rows
 from async_rlhf.config import ConfigError
 from async_rlhf.data import tokenizer as tokenizers
-from async_rlhf.data.formats import RowReader
+from async_rlhf.data.formats import RowReader, asked_of
 from async_rlhf.data.loading import load_rows, without_padding
 from async_rlhf.data.rendering import as_columns
 from async_rlhf.data.tokenizer import Part, encode_parts, encode_texts
@@ -431,3 +431,41 @@ def test_prompts_outside_the_template_of_a_chat_model_are_said_once(caplog, monk
         assert said(chatting, {**row, "prompt_messages": [{"role": "user", "content": "a"}]}) == []
     (notice,) = said(chatting, row)
     assert "the chat template is not used for prompts that are plain text" in notice
+
+
+def schema(name: str, argument: str) -> dict:
+    properties = {argument: {"type": "string"}}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def test_nulls_with_which_arrow_fills_schemas_of_tools_are_left_out(tmp_path):
+    tools = [schema("f", "city"), schema("g", "x")]
+    dataset = Dataset.from_list([{"query": "a", "tools": tools}])
+    assert dataset[0]["tools"][0]["function"]["parameters"]["properties"].keys() == {"city", "x"}
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    for rows in (load_rows(str(tmp_path / "rows.parquet")), without_padding(dataset)):
+        assert rows[0]["tools"] == next(iter(rows))["tools"] == tools
+
+
+STRICT = TEMPLATE.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if (m.role == 'assistant') != (loop.index0 % 2 == 1) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}",
+    1,
+)
+
+
+def test_the_rest_of_an_answer_is_written_as_one_message_with_its_beginning():
+    """A template whose roles must alternate takes it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = STRICT
+    reader, begun = RowReader(tokenizer, "data"), "[user]a\n[assistant]Let me solve this.\n<think>\n"
+    assert list(reader.demonstrations([{"prompt": BEGUN, "completion": "2</think>3"}])) == [(begun, "2</think>3")]
+    pair = {"prompt": BEGUN, "chosen": "x", "rejected": "y"}
+    assert list(reader.preferences([pair])) == [(begun, "x", "y")]
+
+
+def test_relabel_shows_rewards_the_beginning_of_an_answer():
+    pair = {"prompt": "[user]a\n[assistant]Let me solve this.\n<think>\n", "chosen": "x", "rejected": "y"}
+    for row in ({**pair, "prompt_messages": BEGUN}, {**pair, "prompt": BEGUN}):
+        assert asked_of(row, "chosen", "row 1") == BEGUN

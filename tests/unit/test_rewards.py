@@ -39,7 +39,8 @@ NUMBERS = [
     ("-1 1/2", Fraction(-3, 2)), ("step 3 8/2", 4), ("1.5/0.5", 3), ("5/0", None), ("5 of 6/0", None),
     (".5", Fraction(1, 2)), ("It is .5.", Fraction(1, 2)), ("3.14.", Fraction("3.14")), ("0.30", Fraction("0.3")),
     ("007", 7), ("1e-3", Fraction(1, 1000)), ("2.5E4", 25000), ("12,34", None), ("1,2345", None), ("12,34,567",
-    None), ("**42**", 42),
+    None), ("**42**", 42), ("1e1000", None), ("It is 0x10.", None), ("2**3", None), ("so 1.5e3.5", None),
+    ("It is (5, 4).", None), ("5 sqrt(3)", None), ("It is 3:2", None), ("2+3i", None),
     ("£3.50", Fraction("3.5")), (r"so \boxed{42} of 100", 42), (r"\boxed{1} then \boxed{2}", 2), (r"\boxed{x = 5}", 5),
     (r"\boxed{5 \text{ m}^2}", 5), (r"\boxed{\text{18 dollars}}", 18), (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
     (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)), (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
@@ -209,12 +210,12 @@ def test_what_is_thought_is_no_answer(completion, prompt, answer):
 
 
 def test_what_is_thought_in_several_turns_is_no_answer():
-    turn = {"role": "assistant", "content": "Hm.", "reasoning_content": "41"}
+    turn = {"role": "assistant", "content": "Hm", "reasoning_content": "41"}
     said = [turn, {"role": "user", "content": "Well?"}, {**turn, "content": "", "reasoning_content": "42"}]
     columns = {"answer": [42], "completion_messages": [said]}
-    assert call_reward_function(numeric_answer, ["<think>"], ["41</think>Hm.42"], columns) == [0]
+    assert call_reward_function(numeric_answer, ["<think>"], ["41</think>Hm 42"], columns) == [0]
     said[-1] |= {"content": "#### 42"}
-    assert call_reward_function(numeric_answer, ["<think>"], ["41</think>Hm.42</think>#### 42"], columns) == [1]
+    assert call_reward_function(numeric_answer, ["<think>"], ["41</think>Hm 42</think>#### 42"], columns) == [1]
 
 
 # Texts
@@ -334,6 +335,21 @@ def test_an_answer_that_a_scorer_cannot_read_is_worth_nothing(library):
     columns = {name: [row[name] for row in rows] for name in ("task", "answer", "metadata")}
     assert reasoning_gym.score(["p"], ["two times three"], **columns) == [0.0]  # int() raises in the scorer
     assert reasoning_gym.score(["p"], rows[0]["answer"].splitlines(), **columns) == [1.0]
+
+
+def test_reasoning_gym_reads_no_thought(library):
+    """Neither one that is cut off, nor one that the prompt has opened."""
+    (row,) = (json.loads(json.dumps(row)) for row in reasoning_gym.make_rows("leg_counting", size=1, seed=5))
+    columns = {name: [row[name]] for name in ("task", "answer", "metadata")}
+    right, wrong = f"<answer>{row['answer']}</answer>", "<answer>0</answer>"
+    (nothing,) = reasoning_gym.score(["p"], [wrong], **columns)
+    for prompt, text, score in (
+        ("p", f"<think>{right}", nothing),
+        ("p <think>\n", right, nothing),
+        ("p", f"{right}<think>{wrong}", 1.0),
+        ("p", f"<think>{wrong}</think>{row['answer']}", 1.0),
+    ):
+        assert reasoning_gym.score([prompt], [text], **columns) == [score], text
 
 
 def test_reasoning_gym_names_what_is_wrong(library):

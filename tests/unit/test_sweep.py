@@ -16,6 +16,7 @@ from tiny import byte_tokenizer, json_rows, new_policy
 from async_rlhf.commands.evaluation.statistics import Interval, crossed_mean_interval, mean_interval
 from async_rlhf.config import ConfigError
 from async_rlhf.config.parsing import parse
+from async_rlhf.studies.sweep import command
 from async_rlhf.studies.sweep.command import FailedRunsError, run_sweep, share_of
 from async_rlhf.studies.sweep.config import SweepConfig
 from async_rlhf.studies.sweep.pictures import draw, picture
@@ -86,6 +87,23 @@ def test_a_grid_has_every_combination_and_seed(make_sweep):
     assert last.run.train.learning_rate == 1e-4
     assert last.setting == {"train.learning_rate": "0.0001", "algorithm": "ppo", "train.staleness": "4"}
     assert len({one.folder for one in found}) == len(found)
+
+
+def test_a_sweep_says_in_which_keys_its_settings_differ(make_sweep, monkeypatch, caplog):
+    class StopError(Exception):
+        """Before anything is run."""
+
+    def stop(*_):
+        raise StopError
+
+    monkeypatch.setattr(command, "hold", stop)
+    grid = {"a": {"dpo": {"algorithm": "online_dpo"}, "grpo": {"algorithm": "grpo"}}}
+    for changes, said in (({}, False), ({"grid": grid, "baseline": {}}, True)):
+        caplog.clear()
+        with pytest.raises(StopError):
+            command.run_sweep(make_sweep(**changes))
+        assert ("settings differ in keys that the sweep does not set" in caplog.text) == said
+        assert ("train.kl.coef: no such key (dpo); 0.04 (grpo)" in caplog.text) == said
 
 
 def test_keys_in_which_settings_differ_and_that_none_sets_are_listed(make_sweep, tmp_path):
