@@ -14,7 +14,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_438, 31_348, 40_600, 16, 453
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_123, 31_033, 40_576, 16, 453
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_975
 """Of benchmarks/ and scripts/."""
