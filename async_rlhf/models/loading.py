@@ -212,15 +212,18 @@ def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTra
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     check_folder(name, key)
     try:
-        options = {"dtype": torch.float32, "output_loading_info": True, **options}
+        options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
         model, report = from_pretrained(kind, name, key, trust, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if kind is not AutoModelForCausalLM and "ignore_mismatched_sizes" in str(error):
+        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
+    for wrong, found, right in sorted(report["mismatched_keys"]):
+        if kind is not AutoModelForCausalLM:
             labels = from_pretrained(AutoConfig, name, key, trust).num_labels
             require(labels == 1, key, name, _one_score(labels))
-        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
+        shapes = f"{wrong} has the shape {tuple(found)}; must be {tuple(right)}, as its config.json says"
+        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {shapes}")
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")

@@ -248,6 +248,16 @@ def test_what_others_cannot_have_without_weights_all_load_and_the_log_says_why(w
     assert all(line.startswith("ref_model: ") and why in line for line in lines)
 
 
+def test_a_tensor_of_another_shape_is_an_error_that_names_both(tmp_path):
+    folder = written(KINDS["llama"], tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as error:
+        loaded_once(Heard(0, 2), "model", partial(load_policy, str(folder)))
+    assert all(part in str(error.value) for part in ("model: ", "model.norm.weight", "(31,)", "(32,)"))
+
+
 def test_a_file_that_an_index_names_must_be_there(tmp_path):
     folder = written(KINDS["llama"], tmp_path, size="20kB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
