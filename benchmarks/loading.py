@@ -3,10 +3,11 @@
     python benchmarks/loading.py                       two ranks, 0.4 GB a model
     python benchmarks/loading.py --ranks 4 --layers 24
 
-Each rank builds a run with FSDP: policy, reference policy and reward model, of one size, read from files. *Whole* is
-how it is done with models that only transformers can read: all of a model, of which this rank's share is then kept.
-Counted is what the process holds at its peak (VmHWM) beyond what it held before, with everything imported and a tiny
-run built. On a CPU the shards themselves are in the host's memory, too; on a GPU they are not.
+Each rank builds a run with FSDP: policy, reference policy and reward model, of one size, read from files. *Spread* is
+how it is done: rank 0 loads them, and the others get their shares. *Whole* is how it is done with models that others
+cannot have without weights: every rank loads all of a model, of which it then keeps its share. Counted is what the
+process holds at its peak (VmHWM) beyond what it held before, with everything imported and a tiny run built. On a CPU
+the shards themselves are in the host's memory, too; on a GPU they are not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tiny import PROMPTS, byte_tokenizer, count_letters, new_args  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel  # noqa: E402
 
 from async_rlhf.config import ParallelConfig  # noqa: E402
-from async_rlhf.learner.strategies.fsdp import FullyShardedDataParallel  # noqa: E402
+from async_rlhf.run import inputs  # noqa: E402
 from async_rlhf.run.trainer import OnlineTrainer  # noqa: E402
 
 MODELS = {"policy": LlamaForCausalLM, "reward_model": LlamaForSequenceClassification}
@@ -75,7 +76,7 @@ def build(models: Path, out: Path) -> OnlineTrainer:
 def measure(folder: Path, whole: bool) -> dict[str, Any]:
     """On one rank."""
     if whole:
-        FullyShardedDataParallel.reads_shares = False
+        inputs._spreads = lambda *_: False
     rank = int(os.environ["RANK"])
     kept = build(folder / "tiny", folder / "run-tiny")  # what comes with the first is not counted
     forget_peak()
@@ -117,7 +118,7 @@ def main() -> None:
         folder = Path(scratch)
         write_models(folder / "tiny", 2, 64, args.dtype)
         sizes = write_models(folder / "large", args.layers, args.hidden, args.dtype)
-        found = {how: launch(folder, args.ranks, how == "whole") for how in ("whole", "shares")}
+        found = {how: launch(folder, args.ranks, how == "whole") for how in ("whole", "spread")}
     assert len({tuple(each["fingerprints"]) for part in found.values() for each in part}) == 1
     print(f"{args.ranks} ranks, three models of {sizes['model'] / 1e9:.2f} GB in float32, files in {args.dtype}")
     for how, part in found.items():

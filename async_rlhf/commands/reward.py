@@ -70,15 +70,15 @@ def run_reward(config: RewardConfig) -> dict[str, Any]:
     return run_stage(stage, partial(_task, config))
 
 
-def _task(config: RewardConfig, on_meta: bool, now: datetime) -> Task:
+def _task(config: RewardConfig, loaded: PreTrainedModel | None, now: datetime) -> Task:
     rows, heldout, rated = _read(config)
     trust = config.trust_remote_code
     tokenizer = load_tokenizer(config.model, trust=trust)
-    model = new_reward_model(config.model, tokenizer, config.seed, trust=trust, on_meta=on_meta)
+    model = loaded or new_reward_model(config.model, tokenizer, config.seed, trust=trust)
     longest = longest_row(model, config.max_length)
     chat = ChatTemplate(tokenizer, config.chat, now)
     reference = _reference(config, chat, longest)
-    if config.lora.rank > 0:
+    if config.lora.rank > 0 and loaded is None:
         add_adapters(model, config.lora, config.seed, "SEQ_CLS").score.requires_grad_(True)
     task, own_reference = (_ratings if rated else _pairs)(config, model, chat, longest, rows, heldout)
 

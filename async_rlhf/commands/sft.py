@@ -56,9 +56,9 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
     return run_stage(stage, partial(_read, config))
 
 
-def _read(config: SFTConfig, on_meta: bool, now: datetime) -> Task:
+def _read(config: SFTConfig, loaded: PreTrainedModel | None, now: datetime) -> Task:
     rows, heldout, short = divided(config, *load_stage_rows(config))
-    model, tokenizer = _start(config, rows, on_meta)
+    model, tokenizer = _start(config, rows, loaded)
     longest = longest_row(model, config.max_length)
     chat = ChatTemplate(tokenizer, config.chat, now)
     encode = partial(encode_rows, completion_only=config.completion_only, longest=longest, last=config.learn == "last")
@@ -66,7 +66,7 @@ def _read(config: SFTConfig, on_meta: bool, now: datetime) -> Task:
     held: Sequence[EncodedRow] = []
     if heldout is not None:
         held = encode(heldout, chat, key="eval")[0]
-    if config.lora.rank > 0:
+    if config.lora.rank > 0 and loaded is None:
         add_adapters(model, config.lora, config.seed)
 
     def evaluate(parallel: Parallel) -> dict[str, float]:
@@ -171,8 +171,10 @@ def encode_rows(
     return kept, dropped
 
 
-def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model to train, and its tokenizer, with the chat template if one is given."""
+def _start(
+    config: SFTConfig, rows: Rows, loaded: PreTrainedModel | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train, which may be loaded, and its tokenizer, with the chat template if there is one."""
     template = None if config.chat_template is None else read_template(config.chat_template)
     trust = config.trust_remote_code
     if config.model is not None:
@@ -182,7 +184,9 @@ def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedMode
         require(not added or config.lora.rank == 0, "lora.rank", config.lora.rank, rule)
         if config.lora.target_modules and (bare := bare_model(config.model, trust)) is not None:
             add_adapters(bare, config.lora, config.seed)  # an error before the weights are loaded
-        model = load_policy(config.model, trust=trust, on_meta=on_meta and not added)
+        if loaded is not None:
+            return loaded, tokenizer
+        model = load_policy(config.model, trust=trust)
         return (embed_added_tokens(model, tokenizer, config.seed) if added else model), tokenizer
     size = config.new_model
     if config.tokenizer is not None:
@@ -192,7 +196,7 @@ def _start(config: SFTConfig, rows: Rows, on_meta: bool) -> tuple[PreTrainedMode
             use_template(tokenizer, template)
     else:
         tokenizer = _trained_tokenizer(size, rows, template, config.chat)
-    return new_language_model(size, tokenizer, config.seed), tokenizer
+    return loaded or new_language_model(size, tokenizer, config.seed), tokenizer
 
 
 def _trained_tokenizer(

@@ -21,11 +21,12 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
+from transformers import PreTrainedModel
 
 from async_rlhf.commands.distributed import done_by, lead_first, on_ranks
 from async_rlhf.commands.stage import Stage
@@ -38,11 +39,11 @@ from async_rlhf.data.views import Examples
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
 from async_rlhf.learner.learner import Learner
-from async_rlhf.learner.strategies.choice import make_parallel, reads_shares
+from async_rlhf.learner.strategies.choice import make_parallel, shards_weights
 from async_rlhf.models.budget import with_recorded, with_sizes
 from async_rlhf.models.gpu_defaults import with_gpu_defaults
-from async_rlhf.models.loading import placed, require_alike
 from async_rlhf.models.saving import write_model
+from async_rlhf.models.sharded_loading import on_every_rank, require_alike
 from async_rlhf.run.async_checkpoint import saving
 from async_rlhf.run.build import Training, restore_trained
 from async_rlhf.run.callbacks import TRACKERS, Callbacks, tracked_runs
@@ -60,14 +61,17 @@ _LOGS = "logs"
 _LOOKED_AT = 64
 
 
-def run_stage(stage: Stage, read: Callable[[bool, datetime], Task]) -> dict[str, Any]:
+_Read: TypeAlias = Callable[[PreTrainedModel | None, datetime], Task]
+"""Reads data, and the model unless it is given one, which rank 0 alone has loaded; the time is what templates see."""
+
+
+def run_stage(stage: Stage, read: _Read) -> dict[str, Any]:
     """Train, and write the model with its tokenizer, the marker and the logs into the stage's folder: whole or not at
     all. With several ranks, all must call it.
 
     Args:
         stage: of a :class:`StageConfig`.
-        read: reads data and models; called by rank 0 first. It is given whether each rank will read its share of the
-            weights, once the model is sharded, and the time that chat templates see.
+        read: called by rank 0 first.
 
     Returns:
         The results, those of before if the stage is done already.
@@ -86,7 +90,7 @@ def run_stage(stage: Stage, read: Callable[[bool, datetime], Task]) -> dict[str,
     return results
 
 
-def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -> dict[str, Any]:
+def _train(stage: Stage, ranks: Ranks, read: _Read) -> dict[str, Any]:
     config, folder, anyway = stage.config, _unfinished(stage), stage.config.resume_anyway
     checkpoint = ranks.broadcast("checkpoint", lambda: _to_resume(stage, folder))
     resumed = None if checkpoint is None else ResumeState.read(checkpoint)
@@ -97,8 +101,12 @@ def _train(stage: Stage, ranks: Ranks, read: Callable[[bool, datetime], Task]) -
         require_same(resumed.config, compared, anyway)
     before = None if resumed is None else resumed.values["seen"].get("started")
     now = ranks.broadcast("the time", lambda: config.chat.time_of(before))
-    on_meta = reads_shares(config.parallel, config.in_bfloat16, ranks)
-    task = lead_first(ranks, "reading", partial(read, on_meta, now))
+    if shards_weights(config.parallel, config.in_bfloat16, ranks):
+        first = read(None, now) if ranks.is_main else None
+        model = on_every_rank(ranks, "model", None if first is None else first.model)
+        task = read(model, now) if first is None else first
+    else:
+        task = lead_first(ranks, "reading", partial(read, None, now))
     run = _prepared(config, task, ranks, folder, checkpoint, resumed)
     seen = {"loss": 0.0, "recent_loss": 0.0, "logged": 0, "tokens": 0} if resumed is None else resumed.values["seen"]
     seen = {**seen, "started": now.isoformat()}
@@ -128,7 +136,7 @@ def _prepared(
     learner_config = config.for_learner(len(task.examples), str(folder))
     parallel, device = make_parallel(learner_config, ranks), rank_device(learner_config, ranks)
     # A sharded model reaches the device piece by piece.
-    placed(task.model, torch.device("cpu") if parallel.is_sharded else device).eval()
+    (task.model if parallel.is_sharded else task.model.to(device)).eval()
     require_alike(ranks, model=task.model)
     learner_config = with_sizes(learner_config, [task.model], [], parallel, device, task.algorithm.rows_per_unit)
     load = None

@@ -26,9 +26,8 @@ class Parallel:
     """
 
     is_sharded = False
-    """Whether the weights are sharded, so that no rank can compute alone."""
-    reads_shares = False
-    """Whether :meth:`prepare` and :meth:`frozen` read a model's weights from their files, only this rank's share."""
+    """Whether the weights are sharded, so that no rank can compute alone. Then :meth:`prepare` and :meth:`frozen` also
+    spread those that rank 0 alone has, see :mod:`~async_rlhf.models.sharded_loading`."""
     casts_gathered = False
     """Whether sharded weights are cast, to the type that is computed in, before they are gathered."""
     takes_optimizers = True

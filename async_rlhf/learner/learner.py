@@ -42,10 +42,11 @@ from async_rlhf.models.kernels import blocks, compile_blocks, recompute
 from async_rlhf.models.loading import disable_dropout
 from async_rlhf.models.packing import choose, keep_soft_cap, require_shared, texts_of_rows
 from async_rlhf.models.passes import Passes
+from async_rlhf.models.quantised import stored
 from async_rlhf.models.routing import replay_routes
 from async_rlhf.models.rows import in_one_copy, in_shares, sampled_rows, share_of
-from async_rlhf.models.sharded_loading import is_on_meta, parameter_digests, weight_digests
-from async_rlhf.models.weights import of_digests
+from async_rlhf.models.sharded_loading import only_on_rank_0
+from async_rlhf.models.weights import checksum, named_weights
 from async_rlhf.rewards.prefetch import EarlyResults
 from async_rlhf.system.trace import Trace
 from async_rlhf.types import Experience, Group, ScoredBatch
@@ -102,7 +103,7 @@ class Learner:
         self.value = None if value is None else disable_dropout(value)
         wrapper = PolicyAndValueWrapper if policy.can_generate() else RewardWrapper
         self.model = wrapper(policy, self.value, self.parallel.context)
-        self.fingerprint = self._fingerprint(self.reference.model)
+        self.fingerprint = self.ranks.broadcast("fingerprint", partial(self._fingerprint, self.reference.model))
         """A checksum of the fixed weights: the reference policy, and the weights below adapters."""
         if load is not None:
             load(self.model)
@@ -133,7 +134,7 @@ class Learner:
         whole = {name: model for name, model in models.items() if isinstance(model, PreTrainedModel)}
         for model in whole.values():  # those of stages come here first
             keep_soft_cap(model, config.attn_implementation)
-        on_meta = {name: whole.pop(name) for name, model in list(whole.items()) if is_on_meta(model)}
+        spread = {name: whole.pop(name) for name, model in list(whole.items()) if only_on_rank_0(model)}
         pack = partial(choose, config.packing, config.by_tokens, sixteen_bits=in_sixteen_bits(config, self.policy))
         pack(whole)
         share = partial(require_shared, size=self.parallel.context.size)
@@ -150,9 +151,9 @@ class Learner:
         self.optimizer = self.parallel.prepare(self.model, parts, partial(self._optimizer, own))
         with self.autocast():
             # They compute with the models' weights.
-            pack(on_meta, device=self.parallel.device)
-            share(on_meta, device=self.parallel.device)
-        for model in on_meta.values():
+            pack(spread, device=self.parallel.device)
+            share(spread, device=self.parallel.device)
+        for model in spread.values():
             self.parallel.reshard(model)
 
     def _optimizer(self, own: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -471,10 +472,12 @@ class Learner:
         return torch.autocast((device or self._device).type, dtype, enabled=dtype is not None)
 
     def _fingerprint(self, reference: PreTrainedModel | None) -> str:
-        fixed = parameter_digests(self.model, lambda p: not p.requires_grad)
+        fixed = dict[str, Tensor]()
+        for name, parameter in self.model.named_parameters():
+            fixed |= {} if parameter.requires_grad else stored(name, parameter)
         if reference is not None:
-            fixed |= {f"reference.{name}": found for name, found in weight_digests(reference).items()}
-        return of_digests(fixed)
+            fixed |= {f"reference.{name}": tensor for name, tensor in named_weights(reference).items()}
+        return checksum(fixed)
 
 
 def _chosen(scored: ScoredBatch, most: int | None) -> tuple[tuple[Group, ...], Tensor, dict[str, float]]:

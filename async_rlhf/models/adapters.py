@@ -28,8 +28,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def are_trained(model: nn.Module) -> bool:
-    """Whether the model has adapters that change what it computes."""
-    return has_adapters(model) and any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
+    """Whether the model has adapters that change what it computes; one without weights has none."""
+    changes = (not p.is_meta and bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name)
+    return has_adapters(model) and any(changes)
 
 
 def trained_further(base: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -68,7 +69,7 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, seed: int, task:
     try:
         base = model.config.name_or_path or None
         adapters = peft.LoraConfig(task_type=task, base_model_name_or_path=base, **options)
-        with torch.random.fork_rng(devices=[]), _in_place_of_unread(model):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(adapters, model)
     except ValueError as error:
@@ -101,24 +102,6 @@ def _require_mergeable(model: nn.Module, key: str, value: object) -> None:
         if not isinstance(base, (nn.Linear, Conv1D)):
             why = f"is a {type(base).__name__} and no linear layer"
         require(not why, key, value, f"{name} {why}; must be linear layers with weights of their own, such as q_proj")
-
-
-@contextmanager
-def _in_place_of_unread(model: nn.Module) -> Iterator[None]:
-    """Within, one number on the CPU poses as each weight that is not read yet: peft puts adapters where weights are."""
-    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
-    on_meta = [(module, name, p) for module, name, p in places if p is not None and p.is_meta]
-    for module, name, p in on_meta:
-        posing = torch.zeros((), dtype=p.dtype).expand(p.shape)
-        module._parameters[name] = nn.Parameter(posing, requires_grad=p.requires_grad)
-    try:
-        yield
-    finally:
-        for module, name, p in on_meta:
-            posed = module._parameters[name]
-            assert posed is not None
-            p.requires_grad = posed.requires_grad  # peft freezes what is below adapters
-            module._parameters[name] = p
 
 
 def unwrap(model: Any) -> PreTrainedModel:

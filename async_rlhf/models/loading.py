@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,18 +21,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as hf_logging
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.quantised import keep_format, quantised, saved_tensors
-from async_rlhf.models.sharded_loading import give_weight, is_on_meta, share_digests, unread_model, weight_digests
-from async_rlhf.models.weight_sources import OnlyWholeError
-from async_rlhf.models.weights import checksum, of_digests
+from async_rlhf.models.weights import checksum, named_weights
 from async_rlhf.system.names import base_of, check_folder, check_source, with_revision
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -146,7 +141,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBa
 
 
 def load_policy(
-    name: str, device: torch.device | str = "cpu", key: str = "model", *, trust: bool = False, on_meta: bool = False
+    name: str, device: torch.device | str = "cpu", key: str = "model", *, trust: bool = False
 ) -> PreTrainedModel:
     """A causal language model in float32 with dropout off.
 
@@ -155,15 +150,8 @@ def load_policy(
         device: where to put it.
         key: the configuration key that errors name.
         trust: whether code that comes with it may be run.
-        on_meta: leave its weights in their files until it is sharded, see :mod:`~async_rlhf.models.sharded_loading`; a
-            model with which that cannot be is read whole, and the log says why.
     """
-    return disable_dropout(placed(_load(AutoModelForCausalLM, name, key, trust, on_meta), device))
-
-
-def placed(model: PreTrainedModel, *place: Any) -> PreTrainedModel:
-    """The model there and in that type; one without weights gets them where it is sharded."""
-    return model if is_on_meta(model) else model.to(*place)
+    return disable_dropout(_load(AutoModelForCausalLM, name, key, trust).to(device))
 
 
 def load_in_four_bits(name: str, device: torch.device, dtype: torch.dtype, *, trust: bool = False) -> PreTrainedModel:
@@ -181,7 +169,6 @@ def load_reward_model(
     *,
     trust: bool = False,
     dtype: torch.dtype = torch.float32,
-    on_meta: bool = False,
 ) -> PreTrainedModel:
     """A sequence-classification model with one output, in evaluation mode.
 
@@ -191,10 +178,9 @@ def load_reward_model(
         key: the configuration key that errors name.
         trust: see :func:`load_policy`.
         dtype: of the weights.
-        on_meta: see :func:`load_policy`; in float32.
     """
-    model = _load(AutoModelForSequenceClassification, name, key, trust, on_meta, num_labels=1)
-    return placed(check_reward_model(model, key), device, dtype).eval()
+    model = _load(AutoModelForSequenceClassification, name, key, trust, num_labels=1)
+    return check_reward_model(model, key).to(device, dtype).eval()
 
 
 def check_reward_model(model: PreTrainedModel, key: str = "reward_model") -> PreTrainedModel:
@@ -211,37 +197,33 @@ def _one_score(labels: int) -> str:
 
 
 def reward_model_for(
-    model: PreTrainedModel | str,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    trust: bool = False,
-    on_meta: bool = False,
+    model: PreTrainedModel | str, tokenizer: PreTrainedTokenizerBase, device: torch.device, trust: bool = False
 ) -> PreTrainedModel:
-    """The given reward model, or the one of that name, which must use the policy's tokens; for ``on_meta`` see
-    :func:`load_reward_model`.
-    """
+    """The given reward model, or the one of that name, which must use the policy's tokens."""
     if isinstance(model, str):
         check_vocabulary(tokenizer, load_tokenizer(model, "reward_model", trust=trust), "reward_model")
-        model = load_reward_model(model, device, trust=trust, on_meta=on_meta)
+        model = load_reward_model(model, device, trust=trust)
     check_embeddings(model, tokenizer, "reward_model")
-    return placed(check_reward_model(model), device).eval()
+    return check_reward_model(model).to(device).eval()
 
 
-def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **options: Any) -> PreTrainedModel:
+def _load(kind: Any, name: str, key: str, trust: bool, **options: Any) -> PreTrainedModel:
     """A complete model, in float32 unless said otherwise: missing weights are an error, as they would be random."""
     what = "causal language model" if kind is AutoModelForCausalLM else "reward model"
     check_folder(name, key)
     try:
-        found = _load_unread(kind, name, key, trust, **options) if on_meta else None
-        options = {"dtype": torch.float32, "output_loading_info": True, **options}
-        model, report = found or from_pretrained(kind, name, key, trust, **options)
+        options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+        model, report = from_pretrained(kind, name, key, trust, **options)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        if kind is not AutoModelForCausalLM and "ignore_mismatched_sizes" in str(error):
+        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
+    for wrong, found, right in sorted(report["mismatched_keys"]):
+        if kind is not AutoModelForCausalLM:
             labels = from_pretrained(AutoConfig, name, key, trust).num_labels
             require(labels == 1, key, name, _one_score(labels))
-        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {error}") from error
+        shapes = f"{wrong} has the shape {tuple(found)}; must be {tuple(right)}, as its config.json says"
+        raise ConfigError(f"{key}: no {what} could be loaded from {name!r}: {shapes}")
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ConfigError(f"{key}: {name!r} holds no {what}: it lacks the weights {missing}")
@@ -252,50 +234,10 @@ def _load(kind: Any, name: str, key: str, trust: bool, on_meta: bool = False, **
     return model
 
 
-def _load_unread(
-    kind: Any, name: str, key: str, trust: bool, new: str | None = None, **options: Any
-) -> tuple[PreTrainedModel, Any] | None:
-    """The model without its weights, and what their files lack; None, and a line in the log, if it is read whole.
-
-    ``new`` is a weight that the files need not have.
-    """
-    source, revision = with_revision(name)
-    source = str(Path(source).expanduser())
-
-    def file(path: str) -> str | None:
-        found: str | None = None
-        with suppress(OSError):  # what is wrong shows when it is read whole
-            found = cached_file(source, path, revision=revision)
-        return found
-
-    check_source(name, key)
-    try:
-        if file(ADAPTER_CONFIG_NAME) is not None:
-            raise OnlyWholeError("it has adapters")
-        config = from_pretrained(AutoConfig, name, key, trust, **options)
-        if (whole := file(SAFE_WEIGHTS_NAME)) is not None:
-            files = [whole]
-        elif (index := file(SAFE_WEIGHTS_INDEX_NAME)) is not None:
-            files, _ = get_checkpoint_shard_files(source, index, revision=revision)
-        else:
-            raise OnlyWholeError(f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
-        with quietly(0):
-            model, report = unread_model(kind, config, files, new)
-    except OnlyWholeError as why:
-        logger.info("%s: every rank reads all of %r before it keeps its share: %s", key, name, why)
-        return None
-    model.name_or_path = model.config.name_or_path = source
-    if model.can_generate():
-        with suppress(OSError):  # it has none of its own
-            model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
-    return model, report
-
-
 def new_reward_model(
-    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, trust: bool = False, on_meta: bool = False
+    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, *, trust: bool = False
 ) -> PreTrainedModel:
-    """A reward model on the body of a language model, in float32 with dropout off; for ``on_meta`` see
-    :func:`load_policy`.
+    """A reward model on the body of a language model, in float32 with dropout off.
 
     Its head is drawn from a normal distribution of standard deviation 1 / sqrt(hidden size + 1), and depends only on
     the seed (Stiennon et al., "Learning to summarize from human feedback", 2020).
@@ -304,47 +246,22 @@ def new_reward_model(
         torch.manual_seed(seed)
         kind = AutoModelForSequenceClassification
         try:
-            found = _load_unread(kind, name, "model", trust, "score.weight", num_labels=1) if on_meta else None
-            torch.manual_seed(seed)
-            if found is not None and not found[1]["missing_keys"]:
-                model = found[0]
-            else:
-                model = from_pretrained(kind, name, "model", trust, num_labels=1, dtype=torch.float32)
+            model = from_pretrained(kind, name, "model", trust, num_labels=1, dtype=torch.float32)
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
             raise ConfigError(f"model: no reward model could be made from {name!r}: {error}") from error
         if getattr(model, "score", None) is None:
             raise ConfigError(f"model: {type(model).__name__} has no head named `score`; use a decoder model")
-        head: Tensor = model.score.weight
-        if is_on_meta(model):
-            head = torch.empty(head.shape)
-            if give_weight(model, "score.weight", head):
-                head.normal_()  # from_pretrained draws what files lack, too
-        nn.init.normal_(head, std=(model.score.in_features + 1) ** -0.5)
+        nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     model.config.pad_token_id = tokenizer.pad_token_id
     return disable_dropout(model)
 
 
 def frozen_checksum(model: nn.Module) -> str:
-    """A checksum of all that decides a model's output, also of one with quantised layers that has just been loaded, and
-    of one whose weights are not read yet.
-    """
+    """A checksum of all that decides a model's output, also of one with quantised layers that has just been loaded."""
     quantised_ones = saved_tensors(model)
-    return of_digests(weight_digests(model)) if quantised_ones is None else checksum(quantised_ones)
-
-
-def require_alike(ranks: Ranks, **models: nn.Module | None) -> None:
-    """Require every rank to have the same models under these names."""
-    if ranks.count == 1:
-        return
-    share_digests(ranks, models)
-    # Ranks that read all of a model do not meet where others read their shares.
-    mine = {key: (frozen_checksum(model), is_on_meta(model)) for key, model in models.items() if model is not None}
-    for rank, theirs in enumerate(ranks.gather("models", mine)):
-        for key in mine:
-            found = f"different weights on ranks {rank} and {ranks.rank}"
-            require(theirs.get(key) == mine[key], key, found, "must be the same model on every rank")
+    return checksum(named_weights(model) if quantised_ones is None else quantised_ones)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, key: str) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from async_rlhf.config import ConfigError
-from async_rlhf.models.loading import brings_code, check_reward_model, disable_dropout, load_reward_model, placed
+from async_rlhf.models.loading import brings_code, check_reward_model, disable_dropout, load_reward_model
 from async_rlhf.models.quantised import unquantised
-from async_rlhf.models.sharded_loading import is_on_meta, value_model_like
 from async_rlhf.models.weights import named_weights
 
 VALUE_HEAD = "value_head.safetensors"
@@ -27,13 +24,10 @@ def new_value_model(policy: PreTrainedModel) -> PreTrainedModel:
     config = unquantised(policy)
     config.num_labels = 1
     try:
-        with init_empty_weights(include_buffers=False) if is_on_meta(policy) else nullcontext():
-            model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=brings_code(type(policy)))
     except ValueError as error:
         raise ConfigError(f"value_model: none can be made from {type(policy).__name__}: {error}") from error
     check_reward_model(model, "value_model")
-    if is_on_meta(policy):
-        return disable_dropout(value_model_like(model, policy))
     prefix = f"{policy.base_model_prefix}."
     body = {name.removeprefix(prefix): tensor for name, tensor in named_weights(policy).items()}
     missing = model.base_model.load_state_dict(body, strict=False).missing_keys
@@ -70,13 +64,12 @@ def value_model_for(
     policy: PreTrainedModel,
     device: torch.device,
     trust: bool = False,
-    on_meta: bool = False,
 ) -> PreTrainedModel:
     """The given value model, or the one of that name; else a copy of the reward model, else the policy's body."""
     if isinstance(value_model, str):
-        return load_reward_model(value_model, device, "value_model", trust=trust, on_meta=on_meta)
+        return load_reward_model(value_model, device, "value_model", trust=trust)
     if value_model is not None and value_model is reward_model:
         raise ConfigError("value_model: got the reward model itself; give a copy, or None for one")
     if value_model is not None:
         return check_reward_model(value_model, "value_model").to(device)
-    return placed(new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model), device)
+    return (new_value_model(policy) if reward_model is None else copy.deepcopy(reward_model)).to(device)

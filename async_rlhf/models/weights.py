@@ -136,20 +136,16 @@ def digests(tensors: Mapping[str, Tensor], threads: int = 1, folded: bool = Fals
     if folded:
         return fold_digests({name: fold(tensor) for name, tensor in tensors.items()}, tensors)
 
-    def of(tensor: Tensor) -> str:
-        return digest(tensor.dtype, tuple(tensor.shape), [tensor])
-
     if threads == 1:
-        return {name: of(tensor) for name, tensor in tensors.items()}
+        return {name: digest(tensor) for name, tensor in tensors.items()}
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(tensors, pool.map(of, tensors.values()), strict=True))
+        return dict(zip(tensors, pool.map(digest, tensors.values()), strict=True))
 
 
-def digest(dtype: torch.dtype, shape: tuple[int, ...], parts: Iterable[Tensor]) -> str:
-    """The checksum of one tensor, given in parts that follow each other in memory."""
-    hasher = xxhash.xxh3_128(f"{dtype} {shape}".encode())
-    for part in parts:
-        hasher.update(_bytes(part))
+def digest(tensor: Tensor) -> str:
+    """The checksum of one tensor."""
+    hasher = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    hasher.update(_bytes(tensor))
     return hasher.hexdigest()
 
 
@@ -223,12 +219,7 @@ _ALL = (1 << 64) - 1
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """A 128-bit checksum over names, types, shapes and bytes, in order."""
-    return of_digests(digests(tensors))
-
-
-def of_digests(by_name: Mapping[str, str]) -> str:
-    """:func:`checksum` of tensors whose checksums are known."""
-    return xxhash.xxh3_128(repr(dict(by_name)).encode()).hexdigest()
+    return xxhash.xxh3_128(repr(digests(tensors)).encode()).hexdigest()
 
 
 def differing(actual: Mapping[str, str], expected: Mapping[str, str]) -> str:

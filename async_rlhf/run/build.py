@@ -38,7 +38,7 @@ from async_rlhf.models.loading import disable_dropout, frozen_checksum, require_
 from async_rlhf.models.packing import require_heads
 from async_rlhf.models.quantised import require_bitsandbytes
 from async_rlhf.models.routing import require_routers
-from async_rlhf.models.sharded_loading import is_on_meta
+from async_rlhf.models.sharded_loading import only_on_rank_0
 from async_rlhf.rewards.scorer import Scorer, metric_names
 from async_rlhf.run.callbacks import Callbacks, tracked_runs
 from async_rlhf.run.checkpoint import ResumeState, load_weights, restore_learner
@@ -196,11 +196,12 @@ def _build(
     legible = parallel.takes_shards or resumed is None or not resumed.sharded
     require(legible, "parallel.strategy", config.parallel.strategy, rule)
     models = load_models(config, algorithm, inputs, chat, parallel, device)
-    if not is_on_meta(models.policy):
+    if not only_on_rank_0(models.policy):
         require_repeatable(disable_dropout(models.policy), "model")
     record = inputs.record or of_python(asked, algorithm.name, inputs)
     config = sized(config, algorithm, models, parallel, device)
-    reward = {} if models.reward is None else {"reward_model": frozen_checksum(models.reward)}
+    judge = models.reward if ranks.is_main else None
+    reward = {} if judge is None else {"reward_model": frozen_checksum(judge)}
     learner = _learner(config, algorithm, inputs, models, parallel, folder, resumed)
     scorer = make_scorer(
         config,

@@ -41,7 +41,6 @@ from async_rlhf.models.adapters import has_adapters, is_adapter
 from async_rlhf.models.forward import PolicyAndValueWrapper
 from async_rlhf.models.loading import load_policy, load_reward_model
 from async_rlhf.models.saving import write_model, write_value_head
-from async_rlhf.models.sharded_loading import is_on_meta, take_weights
 from async_rlhf.models.values import load_value_head
 from async_rlhf.run.manifest import CheckpointError
 from async_rlhf.run.record import CODE
@@ -284,7 +283,8 @@ def save_learner(
 
 
 def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[str, Tensor], trust: bool) -> None:
-    """Load the weights of everything that is trained, before it is sharded.
+    """Load the weights of everything that is trained, before it is sharded; where rank 0 alone has weights, it alone
+    reads them.
 
     Args:
         model: policy and values.
@@ -300,10 +300,10 @@ def load_weights(model: PolicyAndValueWrapper, folder: Path, tensors: Mapping[st
         adapted = part is not None and has_adapters(part)
         if isinstance(part, nn.Linear):
             load_value_head(path, part)
-        elif part is not None and not (part.can_generate() and adapted):
-            load = load_policy if part.can_generate() else load_reward_model
-            saved = load(str(path), key=key, trust=trust, on_meta=is_on_meta(part))
-            take_weights(part, saved, "score" if adapted else "")
+        elif part is not None and part.device.type != "meta" and not (part.can_generate() and adapted):
+            load, within = load_policy if part.can_generate() else load_reward_model, "score" if adapted else ""
+            saved = load(str(path), key=key, trust=trust).get_submodule(within)
+            part.get_submodule(within).load_state_dict(saved.state_dict())
 
 
 def learner_state(learner: Learner, with_tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -25,7 +25,7 @@ from async_rlhf.models.chats import ChatTemplate
 from async_rlhf.models.forward import autocast_dtype, in_sixteen_bits
 from async_rlhf.models.frozen_models import frozen
 from async_rlhf.models.packing import choose, require_shared
-from async_rlhf.models.sharded_loading import is_on_meta
+from async_rlhf.models.sharded_loading import only_on_rank_0
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.rewards.scorer import ApartScorer, Scorer
 from async_rlhf.system.trace import Trace
@@ -126,7 +126,7 @@ def _at_work(reward_model: PreTrainedModel, config: OnlineConfig, parallel: Para
     pack = partial(
         choose, config.packing, config.by_tokens, {"reward model": reward_model}, in_sixteen_bits(config, reward_model)
     )
-    if not is_on_meta(reward_model):
+    if not only_on_rank_0(reward_model):
         pack()
         return frozen(reward_model, config, parallel)
     # Whether rows can be packed shows when it computes, and for that it needs weights.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -35,12 +36,12 @@ from async_rlhf.models.loading import (
     in_float32,
     load_in_four_bits,
     load_policy,
-    require_alike,
     reward_model_for,
     stop_token_ids,
     that_stops,
 )
 from async_rlhf.models.routing import route_shape
+from async_rlhf.models.sharded_loading import loaded_once, require_alike
 from async_rlhf.models.values import new_value_head, value_model_for
 from async_rlhf.rewards.functions import RewardFunction
 from async_rlhf.run.factory import frozen_device
@@ -128,8 +129,14 @@ def load_models(
         advise_sixteen_bits(config, device)
     if parallel.is_sharded:
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
-    on_meta = _reads_shares(inputs, parallel)
-    policy = _policy(config, inputs.model, device, on_meta)
+    spreads = _spreads(inputs, parallel)
+
+    def once(key: str, load: Callable[[], PreTrainedModel], everywhere: bool = False) -> PreTrainedModel:
+        """The model of that key: by rank 0 alone if it is to be sharded, unless all ranks were given it, or need it."""
+        everywhere = everywhere or isinstance(getattr(inputs, key), PreTrainedModel) or not spreads
+        return load() if everywhere else loaded_once(parallel.ranks, key, load)
+
+    policy = once("model", partial(_policy, config, inputs.model, device))
     check_positions(policy, config.prompt_cap, config.generation.longest_episode, length_key(config.generation))
     params = _sampling(config, policy, chat, inputs)
     # The saved policy then stops at the same tokens as in training.
@@ -138,15 +145,18 @@ def load_models(
     known = inputs.reward_model is not None or named in (None, "learner")
     require(known, "reward_model_device", named, "must be null: there is no reward model")
     if inputs.reward_model is not None:
-        here = apart["reward_model_device"] is None and not config.ray.reward_workers
+        elsewhere = apart["reward_model_device"] is not None or config.ray.reward_workers > 0
         where = torch.device("cpu") if config.ray.reward_workers else place("reward_model_device")
         # Who scores elsewhere gets whole weights.
-        reward = reward_model_for(inputs.reward_model, tokenizer, where, trust, on_meta=on_meta and here)
+        load = partial(reward_model_for, inputs.reward_model, tokenizer, where, trust)
+        reward = once("reward_model", load, everywhere=elsewhere)
     is_apart, where = apart["reference_device"] is not None, place("reference_device")
-    reference = _reference(config, inputs, policy, algorithm.needs(config).reference, is_apart, on_meta, where)
+    find = partial(once, "ref_model", everywhere=is_apart)
+    reference = _reference(config, inputs, policy, algorithm.needs(config).reference, is_apart, find, where)
     if reference is not None:
         check_embeddings(reference, tokenizer, "ref_model")
-    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, on_meta)
+    find = partial(once, "value_model")
+    value = _value(config, algorithm, inputs.value_model, policy, reward, tokenizer, device, find)
     for key, each in (("model", policy), ("ref_model", reference), ("reward_model", reward), ("value_model", value)):
         if isinstance(each, PreTrainedModel):
             use_attention(each, config, key)
@@ -166,7 +176,7 @@ def _reference(
     policy: PreTrainedModel,
     needed: bool,
     apart: bool,
-    on_meta: bool,
+    once: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel],
     where: torch.device,
 ) -> PreTrainedModel | None:
     """A reference policy that is a model of its own; None if there is none, or the learner copies the policy."""
@@ -182,8 +192,7 @@ def _reference(
     if apart and named is not None and model is None:
         model = inputs.model if isinstance(inputs.model, str) else copy.deepcopy(policy)
     if isinstance(model, str):
-        meta = on_meta and not apart
-        return load_policy(model, where, "ref_model", trust=config.trust_remote_code, on_meta=meta)
+        return once(partial(load_policy, model, where, "ref_model", trust=config.trust_remote_code))
     return None if model is None else model.to(where)
 
 
@@ -192,21 +201,21 @@ def _adapts(config: OnlineConfig, policy: PreTrainedModel) -> bool:
     return config.lora.rank > 0 or has_adapters(policy)
 
 
-def _reads_shares(inputs: Inputs, parallel: Parallel) -> bool:
-    """Whether models that are named stay without weights until they are sharded; the log names those that are not."""
+def _spreads(inputs: Inputs, parallel: Parallel) -> bool:
+    """Whether rank 0 alone loads models that are named, for they are sharded; the log names those that are not."""
     keys = ("model", "ref_model", "reward_model", "value_model")
     loaded = [key for key in keys if isinstance(getattr(inputs, key), PreTrainedModel)]
-    if parallel.reads_shares and loaded and parallel.ranks.is_main:
+    if parallel.is_sharded and loaded and parallel.ranks.is_main:
         why = "given as models, not by name, so every rank holds all of their weights before it keeps its share"
         logger.info("%s: %s", ", ".join(loaded), why)
-    return parallel.reads_shares
+    return parallel.is_sharded
 
 
-def _policy(config: OnlineConfig, model: Model, device: torch.device, on_meta: bool) -> PreTrainedModel:
+def _policy(config: OnlineConfig, model: Model, device: torch.device) -> PreTrainedModel:
     if not isinstance(model, str):
         return in_float32(unwrap(model).to(device))
     if config.lora.base_bits is None:
-        policy = load_policy(model, device, trust=config.trust_remote_code, on_meta=on_meta)
+        policy = load_policy(model, device, trust=config.trust_remote_code)
         if not has_adapters(policy):
             return policy
         base = only_adapter(policy).base_model_name_or_path
@@ -241,7 +250,7 @@ def _value(
     reward_model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    on_meta: bool,
+    once: Callable[[Callable[[], PreTrainedModel]], PreTrainedModel],
 ) -> PreTrainedModel | nn.Linear | None:
     """The value model: as given, else a copy of the reward model, else built on the policy's body; or a value head."""
     needs = algorithm.needs(config)
@@ -252,7 +261,7 @@ def _value(
         if not (value_model is None or isinstance(value_model, str)):
             raise ConfigError("value_model: got a model; with shared_trunk it must be None or the folder of a head")
         return new_value_head(policy, value_model).to(device)
-    value = value_model_for(value_model, reward_model, policy, device, config.trust_remote_code, on_meta)
+    value = once(partial(value_model_for, value_model, reward_model, policy, device, config.trust_remote_code))
     check_embeddings(value, tokenizer, "value_model")
     value = in_float32(value).requires_grad_(True)
     if config.lora.rank > 0:

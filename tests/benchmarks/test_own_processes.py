@@ -53,7 +53,7 @@ def test_publish():
 
 def test_loading():
     _, *rows = by_itself("loading.py").splitlines()
-    assert [row.split(":")[0].strip() for row in rows] == ["whole", "shares"]
+    assert [row.split(":")[0].strip() for row in rows] == ["whole", "spread"]
     for row in rows:
         require(row.partition("peak")[2])
 

@@ -12,7 +12,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_268, 31_320, 40_365, 16, 453
+CORE, WHOLE, TESTED, NAMES, KEYS = 24_953, 31_005, 40_365, 16, 453
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 3_986
 """Of benchmarks/ and scripts/."""

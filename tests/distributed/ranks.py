@@ -32,7 +32,7 @@ from async_rlhf.models.saving import FILE_BYTES
 from async_rlhf.run import build, inputs, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
-READS_SHARES, SHARD_BYTES = inputs._reads_shares, shards._FILE_BYTES
+SPREADS, SHARD_BYTES = inputs._spreads, shards._FILE_BYTES
 MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
@@ -100,13 +100,13 @@ def require_no_batch(trainer: OnlineTrainer) -> None:
 
 
 def change_modules(whole: bool, first_scale: float, head_rows: int | None, file_bytes: int, of_page: bool) -> None:
-    """Read models whole; begin with this loss scale; cut the head into chunks of so many rows; write
+    """Have every rank load whole models; begin with this loss scale; cut the head into chunks of so many rows; write
     weights in files of so many bytes; take the strategy of the page.
     """
     build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
     saving.FILE_BYTES = file_bytes
     shards.READ_BYTES = file_bytes
-    inputs._reads_shares = (lambda *_: False) if whole else READS_SHARES
+    inputs._spreads = (lambda *_: False) if whole else SPREADS
     loss_scale.FIRST = first_scale
     if head_rows is not None:
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 tests/distributed/stages.py '[["sft", "--train=texts
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -22,7 +23,6 @@ from async_rlhf.commands.stage_loop import StageLoop
 from async_rlhf.distributed.parallel import decayed_groups, trainable
 from async_rlhf.learner.learner import Learner
 from async_rlhf.models.saving import write_model
-from async_rlhf.models.sharded_loading import is_on_meta
 
 
 def smooth_adamw(learner: Learner, own: None) -> torch.optim.Optimizer:
@@ -72,8 +72,8 @@ def save_twice(loop: StageLoop) -> None:
 
 
 def made(learner: Learner, model: PreTrainedModel, *rest: Any, **more: Any) -> None:
-    """Say in the log whether this rank has read all of the model before it is sharded."""
-    print(f"{rest[2].parallel.strategy}: unread {is_on_meta(model)}", flush=True)
+    """Say in the log where the weights are that this rank has before the model is sharded."""
+    print(f"{rest[2].parallel.strategy}: on rank {os.environ.get('RANK', 0)}: {model.device}", flush=True)
     INIT(learner, model, *rest, **more)
 
 

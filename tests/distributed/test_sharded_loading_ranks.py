@@ -1,4 +1,4 @@
-"""On real ranks: a model that each reads its share of trains as the whole one does, and takes no more memory."""
+"""On real ranks: a model that rank 0 alone loads trains as one that all load, and others hold no more than shares."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from launching import chosen, finish, launch, metrics_of, weights_of
+from launching import SCRIPT, chosen, finish, launch, metrics_of, weights_of
 from ranks import new_policy, new_reward_model
 from tiny import byte_tokenizer, rare_unless
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 import loading
+from test_sharded_loading import KINDS, written
 
 pytestmark = pytest.mark.distributed
 
@@ -60,15 +62,15 @@ def run_of(case: str, strategy: str, models: Path, folder: Path, **changes: Any)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request) -> Path:
-    """The chosen cases on two ranks: each reads its share, each reads all, and each reads its share of a checkpoint."""
+    """The chosen cases on two ranks: rank 0 loads, each loads all, and rank 0 loads a checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
     models, log = write_models(folder / "models"), folder / "log"
     tried = [one for one in TRIED if one in chosen(request)]
-    each = [run_of(*one, models, folder / how, whole=how == "whole") for one in tried for how in ("shares", "whole")]
+    each = [run_of(*one, models, folder / how, whole=how == "whole") for one in tried for how in ("spread", "whole")]
     finish(launch(each, 2, log), log, 600)
     again = []
     for case, strategy in (one for one in RESUMED if one in tried):
-        start = folder / "shares" / f"{case}-{strategy}" / f"checkpoint-{CASES[case]['save_steps']}"
+        start = folder / "spread" / f"{case}-{strategy}" / f"checkpoint-{CASES[case]['save_steps']}"
         again.append(run_of(case, strategy, models, folder / "resumed", resume_from=str(start), save_steps=0))
     finish(launch(again, 2, log), log, 400)
     return folder
@@ -82,17 +84,27 @@ def assert_same(left: Path, right: Path, first: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("case", "strategy"), rare_unless(lambda i: TRIED[i] in OFTEN, TRIED))
-def test_a_run_whose_ranks_read_their_shares_is_the_one_whose_ranks_read_all_bit_for_bit(runs, case, strategy):
-    assert_same(runs / "shares" / f"{case}-{strategy}", runs / "whole" / f"{case}-{strategy}")
+def test_a_run_whose_models_rank_0_loads_is_the_one_whose_ranks_load_all_bit_for_bit(runs, case, strategy):
+    assert_same(runs / "spread" / f"{case}-{strategy}", runs / "whole" / f"{case}-{strategy}")
 
 
 @pytest.mark.parametrize(("case", "strategy"), rare_unless(lambda i: RESUMED[i] in OFTEN, RESUMED))
 def test_so_is_one_that_is_resumed(runs, case, strategy):
     name = f"{case}-{strategy}"
-    assert_same(runs / "resumed" / name, runs / "shares" / name, CASES[case]["save_steps"])
+    assert_same(runs / "resumed" / name, runs / "spread" / name, CASES[case]["save_steps"])
 
 
-def test_ranks_with_other_files_are_refused(tmp_path):
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_every_kind_of_model_is_spread_bit_for_bit(strategy, tmp_path):
+    """Over three ranks, which divide few of the sizes; what each has together is the whole, and so are buffers."""
+    folders = [[str(written(config, tmp_path / kind)), strategy] for kind, config in KINDS.items()]
+    log = tmp_path / "log"
+    said = finish(launch(folders, 3, log, SCRIPT.with_name("spread.py")), log, 200)
+    assert said.count("spread: ") == 3 * len(KINDS)
+
+
+def test_other_files_of_other_ranks_are_not_read(tmp_path):
+    """Where every rank loads whole models, they are refused."""
     write_models(tmp_path / "models0")
     models = write_models(tmp_path / "models1")
     policy = new_policy()
@@ -100,8 +112,11 @@ def test_ranks_with_other_files_are_refused(tmp_path):
         policy.gpt_neox.layers[1].mlp.dense_4h_to_h.bias[0] = 1.0
     policy.save_pretrained(models / "policy")
     log = tmp_path / "log"
-    run = {"folder": str(tmp_path), "name": "run", "strategy": "fsdp", "models": str(tmp_path / "models{rank}")}
-    process = launch([run], 2, log)
+    run = {"folder": str(tmp_path), "strategy": "fsdp", "models": str(tmp_path / "models{rank}")}
+    runs = [{**run, "name": "run"}, {**run, "name": "right", "models": str(tmp_path / "models0")}]
+    finish(launch(runs, 2, log), log, 120)
+    assert_same(tmp_path / "run", tmp_path / "right")
+    process = launch([{**run, "name": "whole", "whole": True}], 2, log)
     with pytest.raises(AssertionError):
         finish(process, log, 120)
     assert "must be the same model on every rank" in log.read_text()
@@ -109,7 +124,7 @@ def test_ranks_with_other_files_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[dict[str, int], dict[str, list[dict[str, Any]]]]:
-    """Sizes of the models, and what each of two ranks held while it read its shares, and while it read all.
+    """Sizes of the models, and what each of two ranks held while rank 0 loaded them, and while each did.
 
     Under FSDP: DeepSpeed makes gradients and moments as it spreads weights, and these are larger.
     """
@@ -117,7 +132,7 @@ def measured(tmp_path_factory) -> tuple[dict[str, int], dict[str, list[dict[str,
     loading.write_models(folder / "tiny", 2, 64)
     sizes = loading.write_models(folder / "large", 5, 768)
     assert sizes["model"] > 200e6
-    return sizes, {how: loading.launch(folder, 2, how == "whole") for how in ("shares", "whole")}
+    return sizes, {how: loading.launch(folder, 2, how == "whole") for how in ("spread", "whole")}
 
 
 def room(sizes: dict[str, int]) -> float:
@@ -125,9 +140,9 @@ def room(sizes: dict[str, int]) -> float:
     return 3 * sizes["model"] / 2 + sizes["largest"] + 64e6
 
 
-def test_a_rank_holds_its_share_and_one_tensor_while_models_are_loaded(measured):
-    """Whole models would be found: the same measurement says so of ranks that read all."""
+def test_a_rank_but_0_holds_its_share_and_one_tensor_while_models_are_loaded(measured):
+    """Whole models would be found: the same measurement says so of rank 0, and of ranks that load all."""
     sizes, found = measured
-    assert [rank["bytes"] < room(sizes) for rank in found["shares"]] == [True, True], (sizes, found)
+    assert [rank["bytes"] < room(sizes) for rank in found["spread"]] == [False, True], (sizes, found)
     assert [rank["bytes"] > room(sizes) for rank in found["whole"]] == [True, True], (sizes, found)
     assert len({tuple(rank["fingerprints"]) for how in found.values() for rank in how}) == 1

@@ -57,7 +57,7 @@ REFUSED = {
     ),
     "the reward model is not moved": refused(
         "models.loading:reward_model_for",
-        "placed(check_reward_model(model), device)",
+        "check_reward_model(model).to(device)",
         "check_reward_model(model)",
         said=r"is on the wrong device",
     ),

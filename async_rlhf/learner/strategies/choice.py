@@ -64,8 +64,8 @@ def from_accelerate(
     return replace(config, strategy="ddp")
 
 
-def reads_shares(config: ParallelConfig, bf16: bool, ranks: Ranks) -> bool:
-    """Whether each rank is to read its own share of a model's weights."""
+def shards_weights(config: ParallelConfig, bf16: bool, ranks: Ranks) -> bool:
+    """Whether each rank is to have a share of a model's weights."""
     return ranks.count > 1 and from_accelerate(config, bf16).strategy in ("fsdp", "zero3")
 
 

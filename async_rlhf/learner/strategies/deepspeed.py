@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from async_rlhf.config import ConfigError, OnlineConfig, ParallelConfig
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Model, Parallel, require_finite
-from async_rlhf.models.sharded_loading import fill_in_turn
+from async_rlhf.models.sharded_loading import make_room, only_on_rank_0
 
 
 class ZeRO(Parallel):
@@ -38,7 +38,7 @@ class ZeRO(Parallel):
         super().__init__(ranks)
         self.config, self.device, self.run = config, device, run
         self.stage = int(config.strategy.removeprefix("zero"))
-        self.is_sharded = self.reads_shares = self.stage == 3
+        self.is_sharded = self.stage == 3
         self._deepspeed = _import_deepspeed(device, config.strategy)
 
     def prepare(
@@ -47,10 +47,12 @@ class ZeRO(Parallel):
         if self.is_sharded:
             size = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
             self.config.require_size(size, self.run.in_bfloat16 or self.run.fp16)
+        spread = [part for part in parts if only_on_rank_0(part)]
+        for part in spread:
+            make_room(part, torch.device("cpu"))
         super().prepare(model, parts, make)  # while weights have their shapes, which say what decays
-        read = {on_meta: weight for part in parts for on_meta, weight in self._read(part).items()}
-        for group in self.optimizer.param_groups:
-            group["params"] = [read.get(parameter, parameter) for parameter in group["params"]]
+        for part in spread:
+            self._spread(part)
         options = {"model": model, "optimizer": self.optimizer, "config": self._options(self.stage)}
         self._engine, self._zero, *_ = self._deepspeed.initialize(**options)
         self._zero.torch_autocast_gradscaler = None  # see LossScale
@@ -60,26 +62,15 @@ class ZeRO(Parallel):
         """With stage 3 an inference engine that shards the weights; a smaller stage shards nothing here."""
         if self.is_sharded:
             options = {key: value for key, value in self._options(3).items() if key != "gradient_clipping"}
-            self._read(model)
+            if only_on_rank_0(model):
+                make_room(model, torch.device("cpu"))
+                self._spread(model)
             self._deepspeed.initialize(model=model, config=options)
         return model
 
-    def _read(self, model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-        """Spread an unread model. DeepSpeed gives each weight of rank 0 to all, of which each keeps its part.
-
-        Returns:
-            The parameters by those in whose place they are.
-        """
-        spread: list[Any] = []
-
-        def keep(parameter: nn.Parameter) -> None:
-            if spread:
-                spread[0].convert_to_zero_parameters(param_list=[parameter])
-            else:
-                self._deepspeed.zero.Init(module=_Only(parameter), config_dict_or_path=self._options(3))
-                spread.append(parameter)
-
-        return fill_in_turn(model, keep, self.ranks.is_main)
+    def _spread(self, model: nn.Module) -> None:
+        """Shard a model weight by weight: DeepSpeed gives each of rank 0's to all, of which each keeps its part."""
+        self._deepspeed.zero.Init(module=model, config_dict_or_path=self._options(3))
 
     def forward(self, *args: Any) -> Any:
         return self._engine(*args)
@@ -201,14 +192,6 @@ class ZeRO(Parallel):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-
-
-class _Only(nn.Module):
-    """A module that has nothing but a parameter."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = parameter
 
 
 def _import_deepspeed(device: torch.device, strategy: str) -> Any:

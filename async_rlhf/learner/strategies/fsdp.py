@@ -19,7 +19,7 @@ from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.distributed.parallel import Model, Parallel
 from async_rlhf.models.forward import autocast_dtype
 from async_rlhf.models.kernels import blocks
-from async_rlhf.models.sharded_loading import fill
+from async_rlhf.models.sharded_loading import make_room, only_on_rank_0
 
 
 class FullyShardedDataParallel(Parallel):
@@ -35,7 +35,7 @@ class FullyShardedDataParallel(Parallel):
         run: precision.
     """
 
-    is_sharded, reads_shares, casts_gathered, takes_optimizers = True, True, True, False
+    is_sharded, casts_gathered, takes_optimizers = True, True, False
     device: torch.device
 
     def __init__(self, ranks: Ranks, config: ParallelConfig, device: torch.device, run: OnlineConfig) -> None:
@@ -60,11 +60,14 @@ class FullyShardedDataParallel(Parallel):
         return model
 
     def _shard(self, model: nn.Module, offload: bool) -> None:
-        """Block by block, so that only one block's weights are whole at a time; none of a model that is unread.
+        """Block by block, so that only one block's weights are whole at a time; of a model that rank 0 alone has, only
+        one tensor on the others.
 
         Embedding and output head are groups too, unless they are one tensor: then the model's own group has it.
         """
         offload = offload and self._mesh.device_type != "cpu"  # where else would they be
+        spreads = only_on_rank_0(model)
+        whole = {name: parameter.data for name, parameter in model.named_parameters() if spreads}
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "reshard_after_forward": self.config.reshard_after_forward,
@@ -88,7 +91,16 @@ class FullyShardedDataParallel(Parallel):
             fully_shard(model, **options, **outside)
         else:
             fully_shard(model, **options)
-        fill(model, torch.device("cpu") if offload else self.device)
+        if spreads:
+            make_room(model, torch.device("cpu") if offload else self.device)
+            self._spread(model, whole)
+
+    @torch.no_grad()
+    def _spread(self, model: nn.Module, whole: dict[str, Tensor]) -> None:
+        """Give each rank its share of the whole weights, which rank 0 alone has and then forgets, one by one."""
+        for name, parameter in model.named_parameters():
+            tensor = whole.pop(name)
+            self.swap_parameter(parameter, tensor if self.ranks.is_main else None)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Experts, all of which are one tensor, are cut along another dimension where the ranks do not divide their
