@@ -197,5 +197,5 @@ def on_post_build(config: MkDocsConfig) -> None:
     index: Any = json.loads((Path(config.site_dir) / "search" / "search_index.json").read_text("utf-8"))
     for page, word in FOUND.items():
         on_page = [entry["title"] + entry["text"] for entry in index["docs"] if entry["location"].startswith(page)]
-        if not any(word in text for text in on_page):
+        if not any(word.lower() in text.lower() for text in on_page):
             raise PluginError(f"the search does not find {word} on {page}")
