@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,8 +211,8 @@ class ServerEngine:
 
     def generate(self, prompts: Sequence[Prompt], evaluated: int | None = None) -> Completions:
         """See :class:`~async_rlhf.generation.episodes.sampler.EpisodeSampler`."""
-        waiting = iter(prompts)
-        completions = dict(self.stream(lambda places: list(islice(waiting, places)), evaluated))
+        waiting = iter(prompts)  # all at once: a server has a queue of its own
+        completions = dict(self.stream(lambda _: list(waiting), evaluated))
         return [completions[number] for number in range(len(prompts))]
 
     def stream(

@@ -160,6 +160,17 @@ def test_what_is_not_in_flight_is_answered_alone_and_in_its_turn(worker, fake, k
     assert [keeper.next().batch for _ in range(3)] == [1, -1, 2]
 
 
+def test_prompts_of_one_request_wait_for_no_place(worker, fake, keeper):
+    """A server has a queue of its own, and more places than a process may have."""
+    numbers = range(PARAMS.batch_size + 3)
+    fake.held_back = {*numbers}
+    prompts = tuple(Prompt(number, number, (number,)) for number in numbers)
+    worker.submit(Request(1, 0, None, prompts))
+    wait(lambda: len(fake.begun) == len(prompts))
+    fake.held_back.clear()
+    assert [samples[0].tokens[0] for samples in keeper.next().completions] == [*numbers]
+
+
 def test_all_go_on_with_newer_weights_and_each_proves_those_that_drew_it(worker, fake, keeper):
     """Each version is loaded once, and a request that needs it waits for it."""
     fake.held_back = {10, 20}
