@@ -20,7 +20,7 @@ Feature = Literal["policy", "redraw", "server", "adapters", "unseeded", "sleep",
 - adapters: load the adapters alone
 - unseeded: draw from one random generator instead of one for each prompt
 - sleep: give its memory back and take it again: methods sleep() and wake()
-- staged: take weights that wait on its GPU in the order in which they were published
+- staged: read weights that lie on its GPU already, where the next version then waits
 - vllm_options: follow the keys below ``vllm``
 - routes: say to which experts of a mixture each token was sent (``SamplingParams.routes``)
 """
