@@ -3,9 +3,10 @@
     python recipes/smollm/race.py run sums --staleness 0 1 2 --seeds 0 1 2 3 4
     python recipes/smollm/race.py draw --output runs/smollm/race.png
 
-`run` trains with nothing beside it, as seconds are measured: leave the machine idle. S = 0 is in the
-placement that is faster here, with all cores for each phase. Runs that are done are skipped. Of each it adds a line to --results: seconds and score of every batch, and of each held-out question the share of right
-answers at the end. `draw` makes the picture. trl_grpo.py adds the lines of TRL.
+`run` trains with nothing beside it, as seconds are measured: leave the machine idle. S = 0 is in the placement that is
+faster here, with all cores for each phase. Runs that are done are skipped. Of each it adds a line to --results: seconds
+and score of every batch, and of each held-out question the share of right answers at the end. `draw` makes the picture.
+trl_grpo.py adds the lines of TRL.
 """
 
 from __future__ import annotations
