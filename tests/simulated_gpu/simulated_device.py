@@ -39,6 +39,13 @@ _INDEXING = {
     aten._unsafe_index_put.default,
 }
 _COPIES = {aten.copy_.default, aten._to_copy.default}
+_EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 _SIZE_UNKNOWN = {
     aten.nonzero.default,
     aten.masked_select.default,
@@ -319,6 +326,8 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owners = {id(x.held): x for x in tensors if isinstance(x, SimulatedTensor)}
     held = partial(_mapped, SimulatedTensor, attrgetter("held"))
     out = function(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
+    if function in _EMPTY and out.dtype != torch.bool:
+        out.untyped_storage().fill_(0xFF)  # else it may hold the right numbers, left there by the test before
 
     def wrapped(x: Tensor) -> Tensor:
         x = x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
