@@ -213,7 +213,6 @@ def explained(command: str) -> dict[str, str]:
     return {option.key: f"{option.text}{option.more}" for each in kinds for option in options_of(each)}
 
 
-@pytest.mark.quick
 @each(COMMANDS)
 def test_the_help_explains_every_key(command):
     for name, text in explained(command).items():

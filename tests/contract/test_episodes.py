@@ -204,7 +204,6 @@ def measured(folder: Path) -> list[dict]:
     return [{name: x for name, x in row.items() if "time/" not in name and name != "eps"} for row in rows]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("staleness", [rare(0), 1])
 def test_a_run_with_a_fickle_environment_is_repeated_and_explained(tmp_path, staleness):
     """By what it said, which is in the run's folder; in evaluations too."""

@@ -6,6 +6,7 @@ import ast
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import async_rlhf
@@ -22,12 +23,17 @@ FOLDERS = "benchmarks", "scripts"
 ABOVE_THE_CORE = ("studies", "compat", "tasks")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def lines(path: Path) -> int:
     """Of pure code: without comments, blank lines, docstrings and the texts of keys."""
     source = path.read_text(encoding="utf-8")
     code = {n for n, line in enumerate(source.split("\n"), 1) if line.strip() and not line.lstrip().startswith("#")}
     texts = set[int]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             texts |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
         elif isinstance(node, (ast.Constant, ast.JoinedStr)):  # one of several lines may have any lines
@@ -72,7 +78,7 @@ def keys(trees: Iterable[ast.Module]) -> int:
 
 
 def test_configuration_keys():
-    assert keys(ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")) <= KEYS
+    assert keys(parsed(path) for path in PACKAGE.rglob("*.py")) <= KEYS
 
 
 def test_keys_of_a_derived_class_count():
@@ -83,7 +89,7 @@ def test_keys_of_a_derived_class_count():
 
 def imports_of(path: Path, files: set[str]) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {
                 module if (module := f"{node.module}.{name.name}") in files else node.module for name in node.names
