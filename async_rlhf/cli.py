@@ -136,9 +136,9 @@ def _tell(name: str, message: str, frames: str = "") -> None:
 
 def _spelt_out(name: str, words: list[str]) -> list[str]:
     """Short forms as options: ``explain RUN`` as ``--run RUN``, ``workers RUN N`` too,
-    ``report A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``recipes NAME`` as ``--name NAME``,
-    ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as ``--train.resume=true``, ``sft --resume`` as
-    ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
+    ``report A B`` and ``diff A B`` as ``--runs A --runs B``, ``sweep FILE`` as ``--config FILE``, ``recipes NAME`` as
+    ``--name NAME``, ``config migrate FILE`` as ``--file FILE``, ``train --resume`` as ``--train.resume=true``,
+    ``sft --resume`` as ``--resume=true``, and ``--reward F`` as ``--reward_funcs F``."""
     if name == "config" and words[:1] == ["migrate"]:
         words = words[1:]
     elif name == "config" and words not in (["-h"], ["--help"], ["--help-all"]):
@@ -148,9 +148,9 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
         return [f"--{_FIRST[name]}", words[0], *count, *words[1:]]
     if name in ("train", "pairs", "relabel", "evaluate"):
         words = [re.sub(r"^--reward(?=$|=)", "--reward_funcs", word, count=1) for word in words]
-    if name == "report":
+    if name in ("report", "diff"):
         named = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-        return [*(f"--runs={word}" for word in words[:named]), *_flags(words[named:], "--open", "--live")]
+        return [*(f"--runs={word}" for word in words[:named]), *_flags(words[named:], "--open", "--live", "--repeat")]
     if name in ("sft", "reward"):
         return _flags(words, "--resume", "--resume-anyway")
     if name != "train":

@@ -76,7 +76,7 @@ def build(models: Path, out: Path) -> OnlineTrainer:
 def measure(folder: Path, whole: bool) -> dict[str, Any]:
     """On one rank."""
     if whole:
-        inputs._spreads = lambda *_: False
+        inputs.is_spread = lambda *_: False
     rank = int(os.environ["RANK"])
     kept = build(folder / "tiny", folder / "run-tiny")  # what comes with the first is not counted
     forget_peak()

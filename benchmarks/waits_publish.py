@@ -29,7 +29,7 @@ import waits
 from torch import nn
 
 from async_rlhf.distributed.parallel import ALONE, Parallel
-from async_rlhf.models.publish import Later, SnapshotRing, Work, at_once
+from async_rlhf.models.publish import Later, SnapshotRing, Work, run_now
 
 RESPONSE_TOKENS = 12
 SMALLEST = {"batches": 8, "rounds": 1, "prompts": 2}
@@ -41,10 +41,10 @@ def copies_that_take(seconds: float, in_publish: bool) -> Iterator[None]:
     publish = SnapshotRing.publish
 
     def publish_late(
-        ring: SnapshotRing, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = at_once
+        ring: SnapshotRing, model: nn.Module, version: int, parallel: Parallel = ALONE, later: Later = run_now
     ) -> None:
         def late(work: Work) -> Future[None]:
-            return (at_once if in_publish else later)(lambda: (time.sleep(seconds), work())[1])
+            return (run_now if in_publish else later)(lambda: (time.sleep(seconds), work())[1])
 
         publish(ring, model, version, parallel, late)
 

@@ -37,6 +37,7 @@ COMMANDS = {
     "plan": Command(
         "predict speed and the best split of devices from measured or given times", "studies.plan.config:PlanConfig"
     ),
+    "diff": Command("say where runs part, and why", "studies.diff.config:DiffConfig"),
     "explain": Command("repeat one update of a run, and say what moved it", "studies.explain.config:ExplainConfig"),
     "serve": Command("start a vLLM server that samples for runs on other devices or hosts", "config:ServeConfig"),
     "workers": Command("say how many generators a run has, or start or stop some", "commands.workers:WorkersConfig"),

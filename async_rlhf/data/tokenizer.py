@@ -284,12 +284,17 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | tuple[in
     return [next(read) if isinstance(text, str) else text for text in texts]
 
 
-def _state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that the tokens of a text depend on. A slow tokenizer is identified by its vocabulary and its class."""
+def text_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All of a tokenizer that tokens depend on. A slow one is identified by its vocabulary and its class."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     split = getattr(tokenizer, "split_special_tokens", None)
-    parts = [type(tokenizer), words, sorted(tokenizer.special_tokens_map.items()), split]
+    return str([type(tokenizer), words, sorted(tokenizer.special_tokens_map.items()), split])
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that the tokens of a text depend on."""
+    parts = text_of(tokenizer)
     return digest_of(f"{parts} {transformers.__version__} {tokenizers.__version__} {Path(__file__).read_bytes()!r}")
 
 

@@ -122,9 +122,12 @@ class PolicyWeights:
         self.newest = -1
         self.published: dict[int, dict[str, str]] = {}
         """The digests of the newest version, once it was asked for."""
+        self.before: dict[int, dict[str, str]] = {}
+        """Those of the version before."""
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Note the version. The policy must not change until it has sampled."""
+        self.before = self.published
         self.policy, self.newest, self.published = policy, version, {version: {}}
 
     def views(self, version: int) -> Mapping[str, Tensor]:
@@ -236,6 +239,10 @@ class InlineGenerator:
     @staticmethod
     def _groups(request: Request, reply: Reply) -> tuple[Group, ...]:
         return tuple(Group(p, c) for p, c in zip(request.prompts, reply.completions, strict=True))
+
+    def digests(self, version: int) -> Mapping[str, str]:
+        """See :class:`~async_rlhf.generation.protocol.Generator`."""
+        return (self.weights.before | self.weights.published).get(version, {})
 
     def close(self) -> None:
         """End an engine that has a copy of the weights."""

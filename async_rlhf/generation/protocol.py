@@ -154,6 +154,11 @@ class Generator(Protocol):
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make the policy's weights available under a number. They may change again as soon as this returns."""
 
+    def digests(self, version: int) -> Mapping[str, str]:
+        """Of each tensor of a version that was published, once: asked for again, it has none, nor on other ranks than
+        0, nor where engines sample from the policy itself.
+        """
+
     def submit(self, index: int, version: int | None, prompts: Sequence[Prompt]) -> None:
         """Ask for the completions of batch ``index`` by the weights ``version``; None for the newest when a worker
         starts. Returns at once, unless this process has to sample before its weights change.

@@ -56,6 +56,14 @@ class Publisher:
         self._probe_steps, self._autocast = probe_steps, autocast_dtype(config)
         self._dtype = getattr(torch, config.generation.weights_dtype)
         self._probes: dict[int, list[float]] = {}
+        self._digests: dict[int, Mapping[str, str]] = {}
+        """Of versions that nobody has asked for: at the end of a batch there are no more than two."""
+
+    def digests(self, version: int) -> Mapping[str, str]:
+        """See :class:`~async_rlhf.generation.protocol.Generator`."""
+        if version not in self._digests:  # the last version of a run, maybe, behind which none was published
+            self.thread.finish()
+        return self._digests.pop(version, {})
 
     def publish(self, policy: PreTrainedModel, version: int) -> None:
         """Copy the weights. A thread brings the copy to where the workers find it; until then they wait for it."""
@@ -64,12 +72,15 @@ class Publisher:
         self.thread.finish()  # one version at a time is on its way
         self.policy, self.newest = policy, version
         snapshots.publish(policy, version, parallel, self.thread)
-        self.thread(partial(self._trace_thread, version))
+        self.thread(partial(self._end, version))
         self._probes = {v: logprobs for v, logprobs in self._probes.items() if v in snapshots.published}
         if self._probe_steps > 0 and version % self._probe_steps == 0 and parallel.takes_part:
             self._probes[version] = probe_logprobs(policy, self._autocast, parallel)
 
-    def _trace_thread(self, version: int) -> None:
+    def _end(self, version: int) -> None:
+        """Note that a version is available, in the thread."""
+        if self.parallel.ranks.is_main:
+            self._digests[version] = self.snapshots.published.get(version, {})
         if self.thread.began is not None:
             self._trace.add("hand out", self.thread.began, time.monotonic(), "publisher", version=version)
         self.thread.began = None
@@ -305,6 +316,10 @@ class RemoteGenerator:
         """The seconds that completions took, the oldest version in each request, and the workers' idle share."""
         seconds = max(reply.ended for _, reply in replies) - min(reply.started for _, reply in replies)
         return seconds, tuple(_oldest(reply) for _, reply in replies), self.dispatcher.idle_share(index)
+
+    def digests(self, version: int) -> Mapping[str, str]:
+        """See :class:`~async_rlhf.generation.protocol.Generator`."""
+        return self.publisher.digests(version)
 
     def close(self) -> None:
         """End the workers, and the thread that publishes."""

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 FINAL = "final"
 """The folder of the policy after the last batch."""
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+DIGESTS = "digests.jsonl"
+"""Checksums of what each batch was made of."""
 EVAL_SAMPLES = "eval_samples.jsonl"
 REPORT = "report.html"
 """The page about the run (``async-rlhf report``), which the command writes at the end."""
@@ -38,7 +40,7 @@ _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
 _LOG = re.compile(
-    r"(metrics|samples|eval_samples|schedule|episodes)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html"
+    r"(metrics|samples|eval_samples|schedule|episodes|digests)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html"
 )
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
@@ -68,7 +70,7 @@ def refuse_second(folder: Path) -> None:
 def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
     """The log files that a run writes; one that ``evaluates`` has held-out prompts."""
     more = [EPISODES] if config.generation.max_turns is not None else []
-    return [METRICS, SAMPLES, *([EVAL_SAMPLES] if evaluates else []), *more]
+    return [METRICS, SAMPLES, DIGESTS, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 
 def is_report(path: Path) -> bool:

@@ -129,7 +129,7 @@ def load_models(
         advise_sixteen_bits(config, device)
     if parallel.is_sharded:
         device = torch.device("cpu")  # a sharded model reaches the device piece by piece
-    spreads = _spreads(inputs, parallel)
+    spreads = is_spread(inputs, parallel)
 
     def once(key: str, load: Callable[[], PreTrainedModel], everywhere: bool = False) -> PreTrainedModel:
         """The model of that key: by rank 0 alone if it is to be sharded, unless all ranks were given it, or need it."""
@@ -201,7 +201,7 @@ def _adapts(config: OnlineConfig, policy: PreTrainedModel) -> bool:
     return config.lora.rank > 0 or has_adapters(policy)
 
 
-def _spreads(inputs: Inputs, parallel: Parallel) -> bool:
+def is_spread(inputs: Inputs, parallel: Parallel) -> bool:
     """Whether rank 0 alone loads models that are named, for they are sharded; the log names those that are not."""
     keys = ("model", "ref_model", "reward_model", "value_model")
     loaded = [key for key in keys if isinstance(getattr(inputs, key), PreTrainedModel)]

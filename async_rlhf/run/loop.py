@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from transformers import TrainerControl
 
 from async_rlhf.data.tokenizer import decode_samples
@@ -26,7 +28,7 @@ from async_rlhf.run.callbacks import OnlineTrainerState
 from async_rlhf.run.card import Card
 from async_rlhf.run.checkpoint import ResumeState, as_saved, learner_state, save_learner
 from async_rlhf.run.episodes import EPISODES, conversation, episode_rows
-from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints
+from async_rlhf.run.folder import DIGESTS, EVAL_SAMPLES, FINAL, METRICS, SAMPLES, Checkpoints
 from async_rlhf.run.held_out import Evaluations, answer_rows
 from async_rlhf.run.manifest import write_whole
 from async_rlhf.run.schedule import RolloutSchedule
@@ -42,7 +44,7 @@ from async_rlhf.system import random_state
 from async_rlhf.system.files import JsonLines
 from async_rlhf.system.lock import require_hold
 from async_rlhf.system.trace import Trace
-from async_rlhf.types import Batch, ScoredBatch
+from async_rlhf.types import Batch, Experience, Sample, ScoredBatch, drawn_versions
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +227,7 @@ class TrainingLoop(Loop):
                 metrics |= run.learner.update(experience, batch.index)
             rollouts.publish(run.learner.policy, version=batch.index)
             if run.ranks.is_main:
+                self._log_digests(scored, experience)
                 tied = metrics.get("objective/ties") == len(batch.groups) and not run.learner.needs.values
                 run.callbacks.state.count(int(metrics["optimizer_steps"]), scored.missing, tied)
             metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
@@ -292,6 +295,16 @@ class TrainingLoop(Loop):
             self._log_samples(scored)
             self.run.callbacks.log(logs)
             self.trace.flush()
+
+    def _log_digests(self, scored: ScoredBatch, experience: Experience) -> None:
+        """Log checksums of what the batch was made of, on rank 0: what two runs are compared by."""
+        batch = scored.batch.index
+        tensors = self.rollouts.generator.digests(batch - 1)
+        weights = {"weights": digest(json.dumps(tensors, sort_keys=True))} if tensors else {}
+        each = {"tensors": dict(tensors)} if tensors and batch == 1 else {}
+        states, values = random_state.capture()
+        random = {"random": digest(repr(values), *(state.numpy() for state in states.values()))}
+        self.logs[DIGESTS].write({"batch": batch, **weights, **digests_of(scored, experience), **random, **each})
 
     def _log_metrics(self, metrics: Mapping[str, float], batch: int) -> dict[str, float]:
         logs = {"batch": float(batch), "episode": float(batch * self.run.config.batch_size), **metrics}
@@ -371,3 +384,45 @@ class TrainingLoop(Loop):
             lag = batch.index - 1 - float(sample.versions[sample.sampled].mean())
             table.append({**row, "episode": self.run.callbacks.state.episode, "lag": lag})
         self.run.callbacks.table("completions", table)
+
+
+def digests_of(scored: ScoredBatch, experience: Experience) -> dict[str, str]:
+    """64-bit checksums of a batch's parts, in the order in which they come to be; docs/commands/diff.md lists them."""
+    samples = scored.batch.samples
+    tokens_N, sampled_N, logprobs_N = (
+        np.concatenate([getattr(sample, name) for sample in samples]) for name in ("tokens", "sampled", "logprobs")
+    )
+    ended = repr([(len(sample), sample.finish_reason) for sample in samples])
+    parts: dict[str, list[str | np.ndarray]] = {
+        "prompts": [repr([(g.prompt.draw, g.prompt.row, g.prompt.tokens) for g in scored.batch.groups])],
+        "versions": [repr([sorted(drawn_versions([sample])) for sample in samples])],
+        "tokens": [ended, tokens_N, sampled_N],
+        "logprobs": [logprobs_N],
+    }
+    if any(sample.rewards is not None for sample in samples):
+        firsts = [sample.tokens[: end_of_first_answer(sample)] for sample in samples]
+        said = [repr([sample.rewards is None or sample.rewards.tolist() for sample in samples])]
+        parts |= {"tokens": [repr([*map(len, firsts)]), *firsts], "episodes": [*parts["tokens"], *said]}
+        parts["logprobs"] = parts.pop("logprobs")
+    parts |= {f"reward/{name}": [rewards_R.numpy()] for name, rewards_R in scored.rewards.items()}
+    parts |= {"scores": [scored.scores_PK.numpy()], "learner": [], "credit": []}
+    for name, tensor in experience.tensors().items():
+        parts["learner" if name in _BY_THE_LEARNER else "credit"] += [name, tensor.numpy()]
+    return {name: digest(*each) for name, each in parts.items()}
+
+
+_BY_THE_LEARNER = {"reference_logprobs_BT", "old_logprobs_BT", "values_BT", "end_values_B"}
+
+
+def end_of_first_answer(sample: Sample) -> int:
+    """How many tokens a sample has up to what the policy drew first."""
+    first = int(sample.sampled.argmax())
+    return first + int(np.append(~sample.sampled[first:], True).argmax())
+
+
+def digest(*parts: str | np.ndarray) -> str:
+    """A 64-bit checksum of texts and of the bytes of arrays, one after the other."""
+    hashed = xxhash.xxh3_64()
+    for part in parts:
+        hashed.update(part.encode(errors="surrogatepass") if isinstance(part, str) else np.ascontiguousarray(part).data)
+    return hashed.hexdigest()

@@ -6,6 +6,8 @@ import inspect
 import json
 import logging
 import os
+import platform
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -33,6 +35,14 @@ logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.yml"
 """The whole configuration of a run, next to its logs: ``async-rlhf train --config run.yml`` runs it again."""
+_ARITHMETIC = (
+    "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""Environment variables by which kernels add in another order, or in other types."""
 ENVIRONMENT = "environment.json"
 """Versions, commits and machine of every start of the run: a list, the first start first."""
 
@@ -152,8 +162,26 @@ def first_time(folder: Path) -> str | None:
     return time if isinstance(time, str) else None
 
 
-def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, chat_time: datetime) -> None:
-    """Add this start to environment.json. A run that begins afresh begins a new list."""
+def note_start(
+    folder: Path,
+    goes_on: bool,
+    ranks: int,
+    device: torch.device,
+    chat_time: datetime,
+    inputs: Mapping[str, str],
+    threads: int | None,
+) -> None:
+    """Add this start to environment.json. A run that begins afresh begins a new list.
+
+    Args:
+        folder: of the run.
+        goes_on: whether it is resumed there.
+        ranks: of the learner.
+        device: of the learner.
+        chat_time: that chat templates see.
+        inputs: checksums of what the run was given, by name.
+        threads: of each generator process; None for torch's choice.
+    """
     path = folder / ENVIRONMENT
     earlier = starts_of(path)
     if earlier is None:
@@ -163,10 +191,22 @@ def note_start(folder: Path, goes_on: bool, ranks: int, device: torch.device, ch
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "chat_time": chat_time.isoformat(),
         "ranks": ranks,
+        "inputs": dict(inputs),
+        "processor": {"name": _processor(), "kernels": torch.backends.cpu.get_cpu_capability()},
+        "threads": {"learner": torch.get_num_threads(), "generator": threads or torch.get_num_threads()},
+        "arithmetic": {name: os.environ[name] for name in _ARITHMETIC if name in os.environ},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
     now["command"] = without_secret_words(now["command"])
     write_file(path, json.dumps([*(earlier if goes_on else []), now], indent=1) + "\n")
+
+
+def _processor() -> str:
+    """Its name, as Linux has it."""
+    with suppress(OSError):
+        names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        return str(names[0]) if names else platform.machine()
+    return platform.machine()
 
 
 def _is_start(start: Any) -> bool:

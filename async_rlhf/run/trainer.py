@@ -21,7 +21,9 @@ from async_rlhf.algorithms.reinforce import RLOO
 from async_rlhf.config import LoRAConfig, OnlineConfig
 from async_rlhf.config.base import require
 from async_rlhf.config.episodes import World
+from async_rlhf.data.checksums import digest_of
 from async_rlhf.data.loading import Rows, check_columns
+from async_rlhf.data.tokenizer import text_of
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.generation.protocol import Generator
 from async_rlhf.generation.remote import RemoteGenerator
@@ -333,7 +335,11 @@ def train(run: Run) -> OnlineTrainerState:
             goes_on = run.folder.goes_on
             run.folder.clear(run.callbacks.kept, run.eval_prompts is not None)
             run.record.write(run.folder.path)
-            note_start(run.folder.path, goes_on, run.ranks.count, run.device, run.chat.now)
+            inputs = {
+                **run.fingerprints,
+                "tokenizer": digest_of(text_of(run.tokenizer) + str(run.tokenizer.chat_template)),
+            }
+            note_start(run.folder.path, goes_on, run.ranks.count, run.device, run.chat.now, inputs, threads)
             if isinstance(generator, RemoteGenerator):
                 generator.follow(run.folder.path)
             if run.config.trace:

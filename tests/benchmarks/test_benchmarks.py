@@ -168,6 +168,12 @@ def test_learner(run):
     require(row["padding"], 1)
 
 
+def test_digests(run):
+    out = run("digests.py")
+    assert "8 samples of 20 tokens: 0." in out
+    assert "states of random generators: 0." in out
+
+
 def test_shared_tokens(run):
     """What a count says does not depend on the machine: 2 prompts of 8 tokens, with 2 answers each."""
     text, sampled = run("shared_tokens.py").split("sampling")

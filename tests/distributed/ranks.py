@@ -32,7 +32,7 @@ from async_rlhf.models.saving import FILE_BYTES
 from async_rlhf.run import build, inputs, shards
 from async_rlhf.run.trainer import OnlineTrainer
 
-SPREADS, SHARD_BYTES = inputs._spreads, shards._FILE_BYTES
+SPREADS, SHARD_BYTES = inputs.is_spread, shards._FILE_BYTES
 MAKE_PARALLEL = build.make_parallel
 SMOOTH = {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 1.0}
 """With a large epsilon a step is nearly proportional to the gradient: rounding stays rounding."""
@@ -106,7 +106,7 @@ def change_modules(whole: bool, first_scale: float, head_rows: int | None, file_
     build.make_parallel = strategy_of_the_page if of_page and "RANK" in os.environ else MAKE_PARALLEL
     saving.FILE_BYTES = file_bytes
     shards.READ_BYTES = file_bytes
-    inputs._spreads = (lambda *_: False) if whole else SPREADS
+    inputs.is_spread = (lambda *_: False) if whole else SPREADS
     loss_scale.FIRST = first_scale
     if head_rows is not None:
         head.CHUNK_BYTES, head.LEAST_ROWS, head.KEPT_BYTES = 1, head_rows, 0

@@ -14,14 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
-from async_rlhf.run.folder import Checkpoints, batch_of
-from async_rlhf.run.record import ENVIRONMENT, starts_of
+from async_rlhf.run.folder import batch_of
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.explanation import explained, number
@@ -32,10 +29,13 @@ from async_rlhf.studies.explain.repetition import (
     Part,
     Repetition,
     RepetitionDiffersError,
+    checkpoint_before,
     read_metrics,
     read_run,
     require_equal,
+    require_one_rank,
     share,
+    started_in,
 )
 from async_rlhf.studies.explain.update import compared, difference, norm
 from async_rlhf.studies.templates import count
@@ -58,7 +58,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         RepetitionDiffersError: what was repeated is not what the run had logged.
     """
     run, original = Path(config.run), read_run(config.run)
-    _require_one_rank(run, original)
+    require_one_rank(run, original)
     folder = run / "explain" if config.output_dir is None else Path(config.output_dir)
     files = [folder / f"explain-{config.batch}.{kind}" for kind in ("json", "txt")]
     for file in files:
@@ -66,7 +66,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         require(free, "output_dir", str(folder), f"has {file.name} already; set overwrite, or choose another folder")
     logged = read_metrics(run)
     files = [file.resolve() for file in files]
-    with chdir(_started_in(run.resolve(), original.train.output_dir)):  # run.yml's paths are relative to it
+    with chdir(started_in(run.resolve(), original.train.output_dir)):  # run.yml's paths are relative to it
         part = _part(config, run.resolve(), original, max(logged, default=0))
         _require_answers(config, part)
         scores = {int(n): float(score) for n, score in config.what_if.items()}
@@ -98,23 +98,12 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
     return account
 
 
-def _started_in(run: Path, output_dir: str) -> Path:
-    """The folder that a run was started in, if its output folder is still there below it; else the current one."""
-    path = Path(output_dir)
-    depth = len(path.parts)
-    above = not path.is_absolute() and run.parts[-depth:] == path.parts
-    return run.parents[depth - 1] if above else Path.cwd()
-
-
 def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> Part:
     """What is repeated of a run that has logged so many batches."""
     rule = f"must be 1 to {last}, the last batch that {config.run!r} has logged"
     require(config.batch <= last, "batch", config.batch, rule)
     first = max(1, config.batch - max(config.before, 1) + 1)
-    checkpoint = Checkpoints(run).newest_whole(until=first - 1)
-    if checkpoint is None and original.train.resume_from is not None:
-        why = f"was branched from a checkpoint of another run, and has none of its own before batch {first}"
-        raise ConfigError(f"run: {config.run!r} {why}; must have one, to be explained there")
+    checkpoint = checkpoint_before(run, original, first)
     window = range(first, config.batch + 1) if config.before else range(0)
     return Part(run, original, checkpoint, config.batch, min(config.batch + config.after, last), window)
 
@@ -128,16 +117,6 @@ def _require_answers(config: ExplainConfig, part: Part) -> None:
     require(highest <= most, "what_if", config.what_if, rule)
     rule = "must be empty for a run whose environments answered: they would be asked something else"
     require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, rule)
-
-
-def _require_one_rank(run: Path, original: RunConfig) -> None:
-    noted = [start.get("ranks") for start in starts_of(run / ENVIRONMENT) or ()]
-    most = max([original.train.parallel.ranks, launched_ranks(), *(ranks for ranks in noted if isinstance(ranks, int))])
-    if most > 1:
-        raise ConfigError(
-            f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one "
-            "process has all weights and all rows"
-        )
 
 
 def _say_from(part: Part, start: int) -> None:

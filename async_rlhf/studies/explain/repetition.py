@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from async_rlhf.commands.train import make_trainer
 from async_rlhf.config import ConfigError
+from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.distributed.parallel import trainable
@@ -20,8 +21,8 @@ from async_rlhf.models.context_length import with_prompt_cap
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
-from async_rlhf.run.folder import METRICS
-from async_rlhf.run.record import RUN_FILE, first_time, unnamed_in
+from async_rlhf.run.folder import METRICS, Checkpoints
+from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, first_time, starts_of, unnamed_in
 from async_rlhf.run.trainer import train
 from async_rlhf.studies.explain.explanation import number
 from async_rlhf.studies.explain.omission import Omission, Omissions
@@ -71,6 +72,42 @@ def read_metrics(folder: Path) -> dict[int, Line]:
         int(row["batch"]): {key: x for key, x in row.items() if not key.startswith("time/") and key != "eps"}
         for row in rows
     }
+
+
+def started_in(run: Path, output_dir: str) -> Path:
+    """The folder that a run was started in, if its output folder is still there below it; else the current one."""
+    path = Path(output_dir)
+    depth = len(path.parts)
+    above = not path.is_absolute() and run.parts[-depth:] == path.parts
+    return run.parents[depth - 1] if above else Path.cwd()
+
+
+def require_one_rank(run: Path, original: RunConfig) -> None:
+    """Require that a run's learner was one process.
+
+    Raises:
+        ConfigError: it had several ranks.
+    """
+    noted = [start.get("ranks") for start in starts_of(run / ENVIRONMENT) or ()]
+    most = max([original.train.parallel.ranks, launched_ranks(), *(ranks for ranks in noted if isinstance(ranks, int))])
+    if most > 1:
+        raise ConfigError(
+            f"run: {str(run)!r} has a learner on {most} ranks; must be on one: an update is explained where one "
+            "process has all weights and all rows"
+        )
+
+
+def checkpoint_before(run: Path, original: RunConfig, batch: int) -> Path | None:
+    """What a run is repeated from, to see a batch: its newest checkpoint before it; None for its beginning.
+
+    Raises:
+        ConfigError: the run began elsewhere, and has no checkpoint of its own before that batch.
+    """
+    checkpoint = Checkpoints(run).newest_whole(until=batch - 1)
+    if checkpoint is None and original.train.resume_from is not None:
+        why = f"was branched from a checkpoint of another run, and has none of its own before batch {batch}"
+        raise ConfigError(f"run: {str(run)!r} {why}; must have one, to be repeated there")
+    return checkpoint
 
 
 def require_equal(ours: Mapping[int, Line], logged: Mapping[int, Line], batch: int) -> None:
