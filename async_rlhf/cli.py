@@ -143,6 +143,9 @@ def _spelt_out(name: str, words: list[str]) -> list[str]:
         words = words[1:]
     elif name == "config" and words not in (["-h"], ["--help"], ["--help-all"]):
         raise ConfigError(f"got {' '.join(words[:1])!r}; must be: async-rlhf config migrate FILE")
+    if name == "explain":  # --sample 21/3
+        whole = re.sub(r"(^|\n)--sample[=\n](\w+)/(\w+)(?=\n|$)", r"\1--batch=\2\n--sample=\3", "\n".join(words))
+        words = whole.split("\n") if words else []
     if name in _FIRST and words and not words[0].startswith("-"):
         count = ["--workers"] if name == "workers" and words[1:] and not words[1].startswith("-") else []
         return [f"--{_FIRST[name]}", words[0], *count, *words[1:]]

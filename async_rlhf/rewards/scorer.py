@@ -108,7 +108,8 @@ class Scorer:
         names, weights = list(self.reward_funcs), config.reward_weights or [1.0] * len(reward_funcs)
         rule = f"must be empty, for 1 each, or one number for each of the {len(names)} reward functions {names}"
         require(len(weights) == len(names), "reward_weights", weights, rule)
-        self._weights = dict(zip(names, weights, strict=True))
+        self.weights = dict(zip(names, weights, strict=True))
+        """Of each reward in the score, by name."""
         by_prompt = all(getattr(function, "by_prompt", False) for function in reward_funcs)
         join = _Judged.join if reward_funcs and by_prompt and not self.model_elsewhere else None
         self._early = EarlyResults(self._judge, join, functions=bool(reward_funcs), seed=config.seed)
@@ -120,7 +121,7 @@ class Scorer:
                     self._processes[name] = StoppableFunction(name, function, load, config.reward_timeout)
         self._callable: dict[str, RewardFunction] = {**self.reward_funcs, **self._processes}
         if reward_model is not None:
-            self._weights["model"] = config.reward_model_weight
+            self.weights["model"] = config.reward_model_weight
         try:
             json.dumps(self.state())
         except (TypeError, ValueError) as error:
@@ -178,7 +179,7 @@ class Scorer:
         sums_R += torch.tensor(list(map(_environment_reward, samples)), dtype=torch.float64)
         nobody_R = torch.tensor([sample.rewards is None for sample in samples])
         for name, rewards_R in rewards.items():
-            sums_R += torch.where(rewards_R.isnan(), 0.0, self._weights[name] * rewards_R)
+            sums_R += torch.where(rewards_R.isnan(), 0.0, self.weights[name] * rewards_R)
             nobody_R &= rewards_R.isnan()
         scores_R = sums_R.float().masked_fill(failed_R, torch.nan)
         message = "every reward function returned None for completion {text!r}; at least one must return a number"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import signal
 import time
 from abc import abstractmethod
@@ -302,9 +303,10 @@ class TrainingLoop(Loop):
         tensors = self.rollouts.generator.digests(batch - 1)
         weights = {"weights": digest(json.dumps(tensors, sort_keys=True))} if tensors else {}
         each = {"tensors": dict(tensors)} if tensors and batch == 1 else {}
-        states, values = random_state.capture()
-        random = {"random": digest(repr(values), *(state.numpy() for state in states.values()))}
-        self.logs[DIGESTS].write({"batch": batch, **weights, **digests_of(scored, experience), **random, **each})
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        drawn = repr((random.getstate(), kind, np.asarray(keys).tolist(), rest))
+        states = {"random": digest(drawn, torch.get_rng_state().numpy())}
+        self.logs[DIGESTS].write({"batch": batch, **weights, **digests_of(scored, experience), **states, **each})
 
     def _log_metrics(self, metrics: Mapping[str, float], batch: int) -> dict[str, float]:
         logs = {"batch": float(batch), "episode": float(batch * self.run.config.batch_size), **metrics}

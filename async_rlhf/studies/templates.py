@@ -8,20 +8,21 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
-def filled(study: str, values: Mapping[str, Any], **filters: Any) -> str:
-    """The page.txt of a study with these values, without an empty line at its end.
+def filled(study: str, values: Mapping[str, Any], page: str = "page.txt", /, **filters: Any) -> str:
+    """The page of a study with these values, without an empty line at its end.
 
     Its filters are ``f``, which is Python's format, and ``count``, a number with the word for so many.
 
     Args:
         study: its folder.
         values: by name.
+        page: the file.
         filters: more of them.
     """
     loader = PackageLoader(f"async_rlhf.studies.{study}", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"f": format, "count": count, **filters}
-    return environment.get_template("page.txt").render(values).rstrip("\n")
+    return environment.get_template(page).render(values).rstrip("\n")
 
 
 def count(number: int, one: str, many: str | None = None) -> str:

@@ -168,7 +168,9 @@ class Watch:
         timer.start()
 
     def log(self, file: Any, row: dict[str, Any]) -> None:
-        """A line that is about to be written: of metrics, which come first, or of samples."""
+        """A line that is about to be written: of metrics, which come first, or of samples; not of digests."""
+        if "prompts" in row:
+            return
         is_sample = "draw" in row
         if is_sample:
             self._samples[row["batch"]] += 1

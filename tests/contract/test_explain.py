@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -102,6 +103,30 @@ def test_without_checkpoints_it_repeats_the_run_from_its_beginning(train, algori
     first = run_explain(ExplainConfig(str(run), batch=1, top=0))
     assert first["repeated"]["compared"] == [1, 2, 3, 4, 5, 6]
     assert first["step"]["without_gradient"]["change"] == pytest.approx(1.0)  # nothing is left of earlier batches
+
+
+def test_the_life_of_a_sample(train, capsys):
+    """Its numbers are those of the run, and of the policies that its checkpoints hold."""
+    run = train(staleness=1, save_steps=1, save_total_limit=None, num_mini_batches=1, algorithm="grpo")
+    with pytest.raises(SystemExit):
+        main(["explain", str(run), "--sample", "3/2"])
+    found = json.loads((run / "explain" / "explain-3-sample-2.json").read_text())
+    assert "Sample 2 of batch 3 of" in capsys.readouterr().out
+    assert [each["sample"] for each in found["group"]][:2] == [1, 2]
+    assert found["score"] == pytest.approx(found["rewards"]["letters"]["value"], rel=1e-6)
+    assert {token["version"] for token in found["tokens"]} == {1}
+    logged = [row for row in json_rows(run / "samples.jsonl") if row["batch"] == 3][1]
+    assert (logged["completion"], logged["finish_reason"]) == (found["completion"], found["finish_reason"])
+    whole = run_explain(ExplainConfig(str(run), batch=3, top=0))
+    same = next(row for unit in whole["completions"] for row in unit["rows"] if row["number"] == 2)
+    assert sum(token["percent"] for token in found["tokens"]) == pytest.approx(found["percent"], abs=1e-6)
+    assert same["contribution"] * found["percent"] > 0
+    assert found["logprob"]["after"] == pytest.approx(found["logprob"]["checkpoint-3"], abs=1e-4)
+    assert list(found["logprob"])[2:5] == ["after", "checkpoint-3", "checkpoint-4"]
+    for token in found["tokens"]:
+        assert np.exp(token["before"] - token["by_the_sampler"]) == pytest.approx(token["ratio"], rel=1e-4)
+    with pytest.raises(ConfigError, match=r"sample: got 999; must be of completions 1 to"):
+        run_explain(ExplainConfig(str(run), batch=3, sample=999))
 
 
 def test_a_run_is_explained_from_another_folder_than_it_was_started_in(train, tmp_path, monkeypatch):

@@ -197,6 +197,8 @@ def difference(ours: Path, theirs: Path, batches: int) -> str | None:
         return f"samples are of draws {draws}"
     if samples != (theirs / "samples.jsonl").read_bytes():
         return "samples"
+    if (ours / "digests.jsonl").read_bytes() != (theirs / "digests.jsonl").read_bytes():
+        return "digests"
     ours, theirs = ours / "final", theirs / "final"
     names = [{str(path.relative_to(end)) for path in end.rglob("*") if path.is_file()} for end in (ours, theirs)]
     if names[0] != names[1]:
@@ -291,7 +293,7 @@ def test_a_checkpoint_without_its_rollouts_gives_another_run(tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     run_here(words(whole, "ppo", 1, 6))
     out.mkdir()
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "digests.jsonl"):
         shutil.copy(whole / name, out)
     files = shutil.copytree(whole / "checkpoint-4", tmp_path / "files", ignore=shutil.ignore_patterns("manifest.json"))
     (files / "resume" / "rollouts.jsonl").write_text("")

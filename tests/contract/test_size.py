@@ -13,9 +13,9 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 24_953, 31_005, 40_365, 16, 453
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_060, 31_670, 40_760, 16, 458
 """Each rises only with a feature, by what that feature needs."""
-PROGRAMS = 3_986
+PROGRAMS = 4_031
 """Of benchmarks/ and scripts/."""
 SECONDS = 420
 """Of processor time that ``make test`` may take: four minutes on two cores."""

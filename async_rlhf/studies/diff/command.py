@@ -1,4 +1,4 @@
-"""Compares runs: what they were given, where they part, and why."""
+"""Compares runs: what is unlike, where they part, and why."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def compare(config: DiffConfig) -> dict[str, Any]:
 
 
 def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
-    given, where, both = differences(a, b), first_difference(a, b), sorted(a.batches & b.batches)
+    unlike, where, both = differences(a, b), first_difference(a, b), sorted(a.batches & b.batches)
     account: dict[str, Any] = {
         "runs": [a.name, b.name],
-        "given": [each._asdict() | {"text": each.text, "touches": sorted(each.touches)} for each in given],
+        "given": [each._asdict() | {"text": each.text, "touches": sorted(each.touches)} for each in unlike],
         "equal": where is None,
         "compared": {"first": both[0], "last": both[-1], "by": "digests" if a.digests and b.digests else "metrics"},
         "only_in_one": sorted(a.batches ^ b.batches),
@@ -73,9 +73,9 @@ def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
     values: Any = next((pair for name, *pair in parts(a, b, batch) if name == part), [{}, {}])
     changed = [name for name in values[0] if values[0][name] != values[1][name]] if part == UPDATE else []
     account |= {"batch": batch, "part": part, "metrics": {name: [x[name] for x in values] for name in changed}}
-    if any(each.name == "train_dataset" for each in given):
+    if any(each.name == "train_dataset" for each in unlike):
         account["rows"] = _rows(a, b)
-    account["cause"] = most_likely(_with_rows(given, account["rows"]), part, changed, equal)
+    account["cause"] = most_likely(_with_rows(unlike, account["rows"]), part, changed, equal)
     if repeats:
         account["values"] = (
             first_values([a.name, b.name], batch, part) or "nothing differs where both are repeated here"
@@ -83,9 +83,9 @@ def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
     return account
 
 
-def _with_rows(given: list[Difference], rows: str | None) -> list[Difference]:
+def _with_rows(unlike: list[Difference], rows: str | None) -> list[Difference]:
     """The same, where the difference of the data is said in words."""
-    return [each._replace(name=rows) if rows and each.name == "train_dataset" else each for each in given]
+    return [each._replace(name=rows) if rows and each.name == "train_dataset" else each for each in unlike]
 
 
 def _rows(a: ReadRun, b: ReadRun) -> str:

@@ -18,10 +18,11 @@ from async_rlhf.config.base import require
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
-from async_rlhf.run.folder import batch_of
+from async_rlhf.run.folder import Checkpoints, batch_of
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.explanation import explained, number
+from async_rlhf.studies.explain.life import life
 from async_rlhf.studies.explain.page import page
 from async_rlhf.studies.explain.repetition import (
     Course,
@@ -60,7 +61,8 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
     run, original = Path(config.run), read_run(config.run)
     require_one_rank(run, original)
     folder = run / "explain" if config.output_dir is None else Path(config.output_dir)
-    files = [folder / f"explain-{config.batch}.{kind}" for kind in ("json", "txt")]
+    which = "" if config.sample is None else f"-sample-{config.sample}"
+    files = [folder / f"explain-{config.batch}{which}.{kind}" for kind in ("json", "txt")]
     for file in files:
         free = config.overwrite or not file.exists()
         require(free, "output_dir", str(folder), f"has {file.name} already; set overwrite, or choose another folder")
@@ -92,7 +94,8 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
                 "after": max(ours) - config.batch,
                 "compared": [batch for batch in ours if batch in logged],
             },
-            **_taken_apart(repetition, config, scores, other),
+            **(_life_of(repetition, part, config.sample) if config.sample else {}),
+            **({} if config.sample else _taken_apart(repetition, config, scores, other)),
         }
     _write(files, account, ours[config.batch])
     return account
@@ -104,16 +107,19 @@ def _part(config: ExplainConfig, run: Path, original: RunConfig, last: int) -> P
     require(config.batch <= last, "batch", config.batch, rule)
     first = max(1, config.batch - max(config.before, 1) + 1)
     checkpoint = checkpoint_before(run, original, first)
-    window = range(first, config.batch + 1) if config.before else range(0)
-    return Part(run, original, checkpoint, config.batch, min(config.batch + config.after, last), window)
+    window = range(first, config.batch + 1) if config.before and config.sample is None else range(0)
+    after = config.after if config.sample is None else 0
+    return Part(run, original, checkpoint, config.batch, min(config.batch + after, last), window)
 
 
 def _require_answers(config: ExplainConfig, part: Part) -> None:
     """Require that the batch has these completions, and that with other scores nobody has to answer anew."""
     train = part.original.train
     most = train.batch_size * train.samples_per_prompt
-    highest = max(map(int, config.what_if), default=0)
     rule = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
+    require((config.sample or 1) <= most, "sample", config.sample, rule)
+    require(config.sample is None or not config.what_if, "what_if", config.what_if, "must be empty with sample")
+    highest = max(map(int, config.what_if), default=0)
     require(highest <= most, "what_if", config.what_if, rule)
     rule = "must be empty for a run whose environments answered: they would be asked something else"
     require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, rule)
@@ -127,6 +133,20 @@ def _say_from(part: Part, start: int) -> None:
         logger.info(what, part.batch, repeats, after)
     else:
         logger.info("explain: repeats %s from %s%s", repeats, part.checkpoint.name, after)
+
+
+def _life_of(repetition: Repetition, part: Part, which: int) -> dict[str, Any]:
+    """What is known of one sample; with as many threads as in training, for sums depend on them."""
+    run, update = repetition.trainer.run, repetition.update
+    later = {batch_of(path.name) or 0: path for path in Checkpoints(part.run).all()}
+    later = {batch: path for batch, path in later.items() if batch >= part.batch and (path / "config.json").is_file()}
+    with shared_cores(run.config, run.device):
+        scored = repetition.course.scored[part.batch]
+        experience = update.annotate(scored)
+        weights = run.scorer.weights
+        account = life(update, scored, experience, repetition.after, which, run.tokenizer, weights, later)
+    repetition.trainer.learner.optimizer.zero_grad()
+    return account
 
 
 def _taken_apart(

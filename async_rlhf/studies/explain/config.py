@@ -20,6 +20,10 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
 
     batch: int = key(REQUIRED, ge=1)
     """The batch, from 1, whose update is explained."""
+    sample: int | None = key(None, ge=1)
+    """Tell the life of one completion of the batch instead, counted from 1: ``--sample b/n`` says both. How each of its
+    tokens was drawn, what it was paid, what it added to the update, and how likely it was after it and at later
+    checkpoints."""
     top: int = key(5, ge=0)
     """How many completions, or pairs, are left out in turn: those with the largest contributions. Each costs another
     update. They are ranked by how much the update changes without them."""

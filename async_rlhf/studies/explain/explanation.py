@@ -49,7 +49,7 @@ def explained(
     """
     step = update.step_to(after)
     measured = contributions(update, experience, step)
-    account = _Account(update, experience, after, step, scored, measured, tokenizer)
+    account = Account(update, experience, after, step, scored, measured, tokenizer)
     likely = account.by_contribution[:top]
     for unit in likely:
         account.effects[unit] = account.without_units([unit])
@@ -103,7 +103,9 @@ def _name(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Account(Removal):
+class Account(Removal):
+    """An update, and what its parts were and did."""
+
     scored: ScoredBatch
     measured: Contributions
     tokenizer: PreTrainedTokenizerBase

@@ -19,6 +19,7 @@ def page(account: Mapping[str, Any]) -> str:
     text = filled(
         "explain",
         {**account, "SHOWN": SHOWN, "TOKENS": TOKENS},
+        "sample.txt" if "sample" in account else "page.txt",
         share=lambda x: "-" if x is None else f"{x:.1%}",
         decimal=lambda x: "-" if x is None else f"{x:.4g}",
         cosine=lambda x: "-" if x is None else f"{x:.3f}",
