@@ -98,7 +98,7 @@ def compile_for(*capabilities: int) -> None:
     values = (*weights._KEYS, *weights._FACTORS, fold_kernel._BLOCK)
     parameters = fold_kernel._fold.params
     constants = dict(zip([each.name for each in parameters if each.is_constexpr], values, strict=True))
-    kinds = {"words": "*i64", "found": "*i64", **dict.fromkeys(constants, "constexpr")}
+    kinds = {"words": "*i64", "totals": "*i64", **dict.fromkeys(constants, "constexpr")}
     signature = {each.name: kinds.get(each.name) or each.annotation_type for each in parameters}
     assert signature["count"] == "i64"
     found = []
