@@ -34,13 +34,15 @@ DIGESTS = "digests.jsonl"
 EVAL_SAMPLES = "eval_samples.jsonl"
 REPORT = "report.html"
 """The page about the run (``async-rlhf report``), which the command writes at the end."""
+PROOF = "proof.json"
+"""What was checked in the run, beside its page."""
 REPORT_MARK = '<meta name="generator" content="async-rlhf report">'
 """By this, at its top, a page is known to be ours."""
 _LOCK = ".run.lock"
 _WRITTEN = "run_files.json"
 _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
 _LOG = re.compile(
-    r"(metrics|samples|eval_samples|schedule|episodes|digests)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html"
+    r"(metrics|samples|eval_samples|schedule|episodes|digests)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html|proof\.json"
 )
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
@@ -218,7 +220,7 @@ class RunFolder:
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config, wanted)
         with whole_file(self.path / _WRITTEN) as file:
-            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace}), file)
+            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace, PROOF}), file)
 
     def _superseded(self) -> list[Path]:
         """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""

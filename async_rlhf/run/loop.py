@@ -304,9 +304,13 @@ class TrainingLoop(Loop):
         weights = {"weights": digest(json.dumps(tensors, sort_keys=True))} if tensors else {}
         each = {"tensors": dict(tensors)} if tensors and batch == 1 else {}
         kind, keys, *rest = np.random.get_state(legacy=True)
-        drawn = repr((random.getstate(), kind, np.asarray(keys).tolist(), rest))
-        states = {"random": digest(drawn, torch.get_rng_state().numpy())}
-        self.logs[DIGESTS].write({"batch": batch, **weights, **digests_of(scored, experience), **states, **each})
+        state = repr((random.getstate(), kind, np.asarray(keys).tolist(), rest))
+        states = {"random": digest(state, torch.get_rng_state().numpy())}
+        drawn_N = np.concatenate([sample.versions[sample.sampled] for sample in scored.batch.samples])
+        versions, tokens = np.unique(drawn_N, return_counts=True)
+        drawn = {"drawn": dict(zip(map(str, versions.tolist()), tokens.tolist(), strict=True))}
+        row = {"batch": batch, **weights, **digests_of(scored, experience), **states, **drawn, **each}
+        self.logs[DIGESTS].write(row)
 
     def _log_metrics(self, metrics: Mapping[str, float], batch: int) -> dict[str, float]:
         logs = {"batch": float(batch), "episode": float(batch * self.run.config.batch_size), **metrics}

@@ -34,6 +34,7 @@ from async_rlhf.studies.report.command import report_of_run, run_report
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import LIMIT, embedded, page
 from async_rlhf.studies.report.idleness import idleness
+from async_rlhf.studies.report.proof import document, proof
 from async_rlhf.studies.report.reading import Evaluation, ReadRun, Span, evaluations_of, read_run
 from async_rlhf.studies.report.tables import overview
 from async_rlhf.studies.report.verdict import verdict
@@ -268,6 +269,25 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
     found = read_run(copied["sync"], "run")
     assert found.problems == ["samples.jsonl: 2 lines are not JSON objects and are left out"]
     assert "2 lines are not JSON objects" in page([found])
+
+
+def test_what_was_checked_is_a_table_and_a_document(runs):
+    """Of a run with S = 1 that was resumed: every token, test and start is counted; and what was not checked is said."""
+    run = read_run(runs["async"], "a")
+    checks = {check["promise"]: (check["checked"], check["words"]) for check in document(run)["checks"]}
+    tokens = sum(sum(row["drawn"].values()) for row in json_rows(runs["async"] / "digests.jsonl"))
+    times, words = checks["each token was drawn by the weights that the schedule names"]
+    assert times == run.batches
+    assert words.startswith(f"{tokens:,} tokens: ")
+    assert "by weights of 1 batches before" in words
+    assert checks["engine and learner compute the same"][0] == sum("engine/kl" in row for row in run.rows)
+    assert checks["a resumed run goes on as the same run"][0] == 1
+    assert checks["the run repeats"] == (0, f"not tried by the run itself: async-rlhf diff {run.folder} tries it")
+    text = Elements(page([run])).text
+    assert "What was checked" in text
+    assert "not checked" in text
+    older = replace(run, digests=(), rows=[{"batch": 1.0}], starts=())
+    assert [check.checked for check in proof(older)] == [1, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("depth", [100, rare(900), 100_000])

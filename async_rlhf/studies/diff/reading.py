@@ -13,10 +13,8 @@ from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.folder import DIGESTS, METRICS, refuse_second
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, starts_of
 from async_rlhf.studies.explain.repetition import Line, read_metrics
-from async_rlhf.studies.report.reading import json_lines
+from async_rlhf.studies.report.reading import DIGEST, json_lines
 
-_TEXTS = {"": lambda value: isinstance(value, str)}
-_DIGESTS = {**_TEXTS, "batch": lambda value: isinstance(value, int), "tensors": _TEXTS}
 UPDATE = "metrics"
 """The last part of a batch: all else that its line in metrics.jsonl says."""
 
@@ -68,7 +66,7 @@ def read_run(name: str) -> ReadRun:
     require(whole, "runs", name, f"must be the output folder of a run, with {RUN_FILE} and {METRICS} in it")
     refuse_second(folder)
     config = read_yaml(str(folder / RUN_FILE), "runs")
-    lines = json_lines(folder / DIGESTS, [], _DIGESTS) if (folder / DIGESTS).is_file() else ()
+    lines = json_lines(folder / DIGESTS, [], DIGEST) if (folder / DIGESTS).is_file() else ()
     digests = {int(row["batch"]): row for row in lines if isinstance(row.get("batch"), int)}
     run = ReadRun(name, dotted(config), starts_of(folder / ENVIRONMENT) or [], digests, read_metrics(folder))
     require(bool(run.batches), "runs", name, "has trained on no batch; must have one, to be compared")
@@ -99,7 +97,8 @@ def parts(a: ReadRun, b: ReadRun, batch: int) -> Iterator[tuple[str, Any, Any]]:
     ours, theirs = (run.digests.get(batch, {}) for run in (a, b))
     # What is published is rounded, and only some engines need a copy: other copies say nothing of the policy.
     alike = all(a.config.get(f"train.{key}") == b.config.get(f"train.{key}") for key in _OF_COPIES)
-    for name in [name for name in ours if name not in ("batch", "tensors", "random")] + ["random"]:
+    names = [name for name in ours if name not in ("batch", "drawn", "tensors", "random")]
+    for name in [*names, "random"]:
         if name in ours and name in theirs and (name != "weights" or alike):
             yield name, ours[name], theirs[name]
     mine, other = (run.metrics.get(batch) for run in (a, b))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import webbrowser
@@ -11,10 +12,11 @@ from pathlib import Path
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import require
-from async_rlhf.run.folder import METRICS, REPORT, is_report
+from async_rlhf.run.folder import METRICS, PROOF, REPORT, is_report
 from async_rlhf.studies.report.charts import INSTALL, can_draw
 from async_rlhf.studies.report.config import ReportConfig
 from async_rlhf.studies.report.html import page
+from async_rlhf.studies.report.proof import document
 from async_rlhf.studies.report.reading import EVALUATION, ReadRun, evaluations_of, read_run
 from async_rlhf.system.files import write_file
 
@@ -51,6 +53,10 @@ def report_of_run(folder: Path) -> str:
     A run that went well must not fail because its page did.
     """
     command = f"async-rlhf report {folder}"
+    try:
+        write_file(folder / PROOF, json.dumps(document(read_run(folder, folder.name, True)), indent=1) + "\n")
+    except Exception as error:
+        logger.warning("WARNING: %s was not written: %s: %s", PROOF, type(error).__name__, error)
     if not can_draw():
         return f"warnings, timeline and samples: {command} (after {INSTALL})"
     try:

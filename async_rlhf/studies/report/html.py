@@ -20,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from async_rlhf.run.folder import REPORT_MARK
-from async_rlhf.studies.report import panels, tables
+from async_rlhf.studies.report import panels, proof, tables
 from async_rlhf.studies.report.charts import VEGA_LITE, Key, theme
 from async_rlhf.studies.report.reading import FREE_FORM, Evaluation, ReadRun
 from async_rlhf.studies.report.samples import samples
@@ -78,6 +78,7 @@ def _page(runs: Sequence[ReadRun], evaluations: Sequence[Evaluation], refresh: f
         ("evaluation", "Evaluation", Markup("\n").join(judged)),
         ("staleness", "Staleness", parts.curves(key, stale) if stale else ""),
         ("work", "Who worked when", parts.work(work, tables.faults(runs))),
+        ("proof", "What was checked", parts.table(*proof.rows(runs))),
         ("samples", "Samples", parts.samples(notes) if groups else ""),
         ("environment", "Environment and configuration", about),
     ]

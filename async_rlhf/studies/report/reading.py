@@ -22,7 +22,7 @@ from async_rlhf.config.base import require
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.run.callbacks import TRAINER_STATE
 from async_rlhf.run.episodes import conversation
-from async_rlhf.run.folder import EVAL_SAMPLES, FINAL, METRICS, SAMPLES, refuse_second
+from async_rlhf.run.folder import DIGESTS, EVAL_SAMPLES, FINAL, METRICS, SAMPLES, refuse_second
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, Record, without_text_arguments
 from async_rlhf.studies.report.charts import Series
 from async_rlhf.system.files import from_json
@@ -86,6 +86,7 @@ class ReadRun:
         evals: those of evaluations.
         samples: of samples.jsonl.
         eval_samples: of eval_samples.jsonl.
+        digests: of digests.jsonl.
         starts: of environment.json.
         traces: spans of each trace, by file name, in the order of the starts. Faults are among them: generators
             that were started again or given up.
@@ -100,6 +101,7 @@ class ReadRun:
     evals: Sequence[Mapping[str, float]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     eval_samples: Sequence[Mapping[str, Any]] = ()
+    digests: Sequence[Mapping[str, Any]] = ()
     starts: Sequence[Mapping[str, Any]] = ()
     traces: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     state: State = "finished"
@@ -167,7 +169,8 @@ def read_run(folder: Path, name: str, ended: bool = False) -> ReadRun:
     starts, traces = _starts(folder, problems), traces_of(folder)
     if not traces:
         problems.append("trace.json is missing: there is no timeline")
-    whole = (config, rows, evals, samples, eval_samples, starts, traces)
+    digests = list(json_lines(folder / DIGESTS, problems, DIGEST))
+    whole = (config, rows, evals, samples, eval_samples, digests, starts, traces)
     run = ReadRun(folder, name, *whole, problems=problems)
     return replace(run, state=_state(run, ended))
 
@@ -256,6 +259,7 @@ def _is_conversation(value: Any) -> bool:
 Shape = Mapping[str, Any] | Callable[[Any], bool]
 """What a value must be; of a mapping each value, "" for those of all other keys."""
 _METRICS: Shape = {"": _is_number}
+DIGEST: Shape = {"": _is_text, "batch": _is_number, "drawn": {"": _is_number}, "tensors": {"": _is_text}}
 _SAMPLE: Shape = {
     **dict.fromkeys(("batch", "score", "reference_score"), _is_number),
     **dict.fromkeys(("row", "sample", "query"), _is_plain),
