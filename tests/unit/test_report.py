@@ -272,7 +272,7 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
 
 
 def test_what_was_checked_is_a_table_and_a_document(runs):
-    """Of a run with S = 1 that was resumed: every token, test and start is counted; and what was not checked is said."""
+    """Of a run with S = 1 that was resumed: tokens, tests and starts are counted; what was not checked is said."""
     run = read_run(runs["async"], "a")
     checks = {check["promise"]: (check["checked"], check["words"]) for check in document(run)["checks"]}
     tokens = sum(sum(row["drawn"].values()) for row in json_rows(runs["async"] / "digests.jsonl"))
