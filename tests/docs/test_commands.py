@@ -32,6 +32,7 @@ SIZES = {
     "async-rlhf quickstart": f"--scale 0.01 {SOURCES}",
     "async-rlhf data": SOURCES,
     "runs/asynchronous --batch 21": "--batch 7",
+    "runs/asynchronous --sample 21/3": "--batch 7 --sample 3",
     "--config recipes/episodes/sft.yml": "--overwrite true --num_epochs 1",
     "second_try.py": "--data.train runs/reasoning_gym/train.jsonl --train.max_prompt_length 200",
     "--from_ratings": "--max_pairs 50",
@@ -200,7 +201,7 @@ def test_a_command_of_a_page_runs(words, here, tmp_path):
 
 
 EXACT = ("recipes", "config", "grep")
-NOT_COMPARED = {"docs/commands/explain.md", "docs/commands/evaluate.md"}
+NOT_COMPARED = {"docs/commands/explain.md", "docs/commands/evaluate.md", "docs/commands/diff.md"}
 """Their rows are what stood out in one run, and its checkpoints."""
 UNEQUAL = re.compile(r"━|^ *[.]{3}|start-sft-")
 """Lines of which a page shows what another terminal, or other data, would not print."""

@@ -18,7 +18,7 @@ from async_rlhf.config.base import require
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
-from async_rlhf.run.folder import Checkpoints, batch_of
+from async_rlhf.run.folder import METRICS, Checkpoints, batch_of
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
 from async_rlhf.studies.explain.explanation import explained, number
@@ -39,6 +39,7 @@ from async_rlhf.studies.explain.repetition import (
     started_in,
 )
 from async_rlhf.studies.explain.update import compared, difference, norm
+from async_rlhf.studies.report.reading import json_lines
 from async_rlhf.studies.templates import count
 from async_rlhf.system.files import write_file
 from async_rlhf.types import Experience, ScoredBatch
@@ -73,7 +74,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         _require_answers(config, part)
         scores = {int(n): float(score) for n, score in config.what_if.items()}
         start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
-        _say_from(part, start)
+        _say_from(part, start, run)
         with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
             repetition = Repetition(part, Path(scratch, "run"), keep=bool(scores))
             ours = repetition.course.metrics
@@ -125,14 +126,18 @@ def _require_answers(config: ExplainConfig, part: Part) -> None:
     require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, rule)
 
 
-def _say_from(part: Part, start: int) -> None:
+def _say_from(part: Part, start: int, run: Path) -> None:
+    """Say what will be repeated, and how long the run took for it."""
     repeats, later = count(part.batch - start, "batch", "batches"), part.last - part.batch
     after = f", and {later} later" if later else ""
+    rows = [row for row in json_lines(run / METRICS, []) if start < row.get("batch", 0) <= part.last]
+    seconds = sum(row.get("time/batch", 0.0) for row in rows)
+    took = f"; the run took {seconds:.0f} s for them" if seconds >= 1 else ""
     if part.checkpoint is None:
-        what = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s"
-        logger.info(what, part.batch, repeats, after)
+        what = "explain: there is no checkpoint before batch %d; repeats %s from the beginning%s%s"
+        logger.info(what, part.batch, repeats, after, took)
     else:
-        logger.info("explain: repeats %s from %s%s", repeats, part.checkpoint.name, after)
+        logger.info("explain: repeats %s from %s%s%s", repeats, part.checkpoint.name, after, took)
 
 
 def _life_of(repetition: Repetition, part: Part, which: int) -> dict[str, Any]:

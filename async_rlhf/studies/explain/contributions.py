@@ -20,7 +20,9 @@ summed over the steps; the contributions of a unit's tokens add up to the unit's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -31,6 +33,10 @@ from async_rlhf.distributed.parallel import Parallel
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, inner, load
 from async_rlhf.types import Experience, PolicyOutput
 
+logger = logging.getLogger(__name__)
+
+_QUIET = 10.0
+"""Seconds after which it is said how far the work is."""
 MOVED = 0.05
 """How far the finite difference moves the log-probability that moves most: by less, rounding counts; by more,
 curvature."""
@@ -97,6 +103,7 @@ class _Meter(Parallel):
         self._found = self._nothing()
         self._weights_U = torch.zeros_like(self._found.units_U)
         """Of each unit, over the steps."""
+        self._said = time.monotonic()
 
     def _nothing(self) -> Contributions:
         nothing_U = torch.zeros(self._experience.units, dtype=torch.float64)
@@ -133,7 +140,9 @@ class _Meter(Parallel):
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         here.total = -inner([p.grad for p in policy], self._delta) / scale
         here.seen_U[units_U] = True
-        for u, slope in self._slopes(units_U.tolist()).items():
+        slopes = self._slopes(units_U.tolist())
+        for u in self._telling(list(slopes), "gradients"):
+            slope = slopes[u]
             rows = self._rows(u)
             with learner.autocast():
                 output = self._output(u)
@@ -180,6 +189,14 @@ class _Meter(Parallel):
         how = temperature, True, rows.positions_BT, rows.routes_BTLE
         return self.forward(rows.tokens_BT, rows.sampled_BT.cpu(), *how)
 
+    def _telling(self, units: Sequence[int], what: str) -> Iterator[int]:
+        """The units of a mini-batch, and now and then how many are done."""
+        for done, unit in enumerate(units):
+            if time.monotonic() - self._said > _QUIET:
+                self._said = time.monotonic()
+                logger.info("explain: %s of %d of %d rows or pairs", what, done, len(units))
+            yield unit
+
     def _slopes(self, units: list[int]) -> dict[int, list[Tensor]]:
         """The derivatives of log-probabilities and values of each unit along the step, from where the weights are."""
         policy, distance = self._update.policy, self._distance
@@ -187,7 +204,7 @@ class _Meter(Parallel):
         with torch.no_grad():
             for multiple, share in _STENCIL:
                 load(policy, here, self._delta, multiple * distance)
-                for u in units:
+                for u in self._telling(units, "derivatives"):
                     scaled = [x.double() * (share / distance) for x in _parts(self._output(u))]
                     slopes[u] = [a + b for a, b in zip(slopes[u], scaled, strict=True)] if u in slopes else scaled
         load(policy, here)
