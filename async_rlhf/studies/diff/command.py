@@ -84,8 +84,11 @@ def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
 
 
 def _with_rows(unlike: list[Difference], rows: str | None) -> list[Difference]:
-    """The same, where the difference of the data is said in words."""
-    return [each._replace(name=rows) if rows and each.name == "train_dataset" else each for each in unlike]
+    """The same, where a row is named in place of the file that it is in."""
+    if rows is None:
+        return unlike
+    named = [each._replace(name=rows) if each.name == "train_dataset" else each for each in unlike]
+    return [each for each in named if each.name != "data.train"]
 
 
 def _rows(a: ReadRun, b: ReadRun) -> str:
