@@ -14,6 +14,7 @@ from async_rlhf.commands.stage import Stage, json_lines
 from async_rlhf.config import ConfigError, RelabelConfig
 from async_rlhf.data.formats import SIDES, RowReader, asked_of, has_ended
 from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.ratings import pairs_of_rollouts
 from async_rlhf.data.rendering import Renderer, as_columns
 from async_rlhf.distributed.collectives import Ranks
 from async_rlhf.learner.launch import rank_device
@@ -56,6 +57,7 @@ def _relabelled_splits(
     judge = RewardJudge.of(config, rank_device(config, ranks), ranks)
     files, results = {}, {}
     for split, rows in data.items():
+        rows = pairs_of_rollouts(rows, f"data, {split}")
         relabelled, results[split] = relabel(rows, judge, f"data, {split}", config.keep_ties)
         counts = results[split]
         if ranks.is_main:

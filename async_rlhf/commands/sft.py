@@ -24,6 +24,7 @@ from async_rlhf.config.stages import StageConfig
 from async_rlhf.data.formats import RowReader, first_words
 from async_rlhf.data.held_out import hold_out
 from async_rlhf.data.loading import Rows, load_rows
+from async_rlhf.data.ratings import best_rows
 from async_rlhf.data.templates import read_template, template_file, use_template
 from async_rlhf.data.tokenizer import Part, begun, encode_parts, text_start, train_tokenizer
 from async_rlhf.data.views import Examples
@@ -57,7 +58,11 @@ def run_sft(config: SFTConfig) -> dict[str, float]:
 
 
 def _read(config: SFTConfig, loaded: PreTrainedModel | None, now: datetime) -> Task:
-    rows, heldout, short = divided(config, *load_stage_rows(config))
+    rows, heldout = load_stage_rows(config)
+    if config.min_score is not None or config.best_of_prompt:
+        count, rows = len(rows), best_rows(rows, config.min_score, config.best_of_prompt, "train")
+        logger.info("train: %d of %d rows by their scores", len(rows), count)
+    rows, heldout, short = divided(config, rows, heldout)
     model, tokenizer = _start(config, rows, loaded)
     longest = longest_row(model, config.max_length)
     chat = ChatTemplate(tokenizer, config.chat, now)
@@ -142,7 +147,8 @@ def encode_rows(
 
     def read(row: Mapping[str, Any], number: int) -> Part:
         prompt, response, learnt, end, ended = reader.turns(row, number, last, not completion_only, rated)
-        return Part((begun(start, prompt), response, learnt), (prompt == "", ended, end))
+        prompt = prompt if isinstance(prompt, tuple) else begun(start, prompt)
+        return Part((prompt, response, learnt), (prompt == "", ended, end))
 
     (prompts, responses, marks), (is_bare, has_end, end_ids), _ = encode_parts(tokenizer, rows, read, key)
     bare = np.flatnonzero(is_bare)

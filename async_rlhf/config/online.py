@@ -33,6 +33,8 @@ def _names_repository(name: str) -> bool:
 _HUB_NAME = Rule(
     _names_repository, 'must be "name" or "owner/name" as the Hub has them: letters, digits, "_", "-", "."'
 )
+_BYTES_OF_TOKEN = 40
+"""Nine columns of 4 bytes, or fewer, have a number for each token; and there is its text."""
 _KEPT = "it decides what is kept, not what is trained"
 _EVALUATION = "evaluation trains nothing"
 _ENDS = "it decides when the run ends, not what a batch trains"
@@ -215,6 +217,10 @@ class OnlineConfig(SizesConfig):
     batches."""
     num_samples_logged: int = key(4, ge=0, role="log")
     """Completions of each logged batch to write to samples.jsonl."""
+    rollouts: Literal["all", "logged", "none"] = key("logged", role="log")
+    """ "logged" writes num_samples_logged completions of each logged batch, "none" writes none. "all" also writes every
+    sample of every batch, with tokens, log-probabilities, rewards and advantages, as Parquet into the folder rollouts;
+    the log says at the start how much that is at most."""
     run_name: str | None = key(None, role="log")
     """The run's name for the integrations of report_to."""
     project: str | None = key(None, role="log")
@@ -279,6 +285,8 @@ class OnlineConfig(SizesConfig):
         self._check_engine()
         if not self.push_to_hub:
             self.leaves_out(("hub_model_id", "hub_strategy", "hub_private_repo", "hub_token"), "without push_to_hub")
+        if self.rollouts == "none":
+            self.leaves_out(["num_samples_logged"], 'with rollouts "none"')
         rule = "must be false with resume: a run that is resumed cannot also be deleted"
         self.require(not (self.overwrite_output_dir and self.resume), "overwrite_output_dir", rule)
         self._check_evaluation()
@@ -420,6 +428,11 @@ class OnlineConfig(SizesConfig):
     def max_length(self) -> int:
         """Most tokens of prompt and response together, or of an episode."""
         return self.prompt_cap + self.generation.longest_episode
+
+    @property
+    def rollout_bytes(self) -> int:
+        """Of a batch that ``rollouts: all`` writes, at most, before compression; texts count 4 bytes a token."""
+        return self.batch_size * self.samples_per_prompt * self.max_length * _BYTES_OF_TOKEN
 
     @property
     def kl_penalty(self) -> KLConfig | None:

@@ -162,6 +162,10 @@ class SFTConfig(StageConfig):
     """Train on the response alone; false trains on prompts too."""
     learn: Literal["all", "last"] = "all"
     """Which of the assistant's answers in a chat are trained on, with their reasoning and calls."""
+    min_score: float | None = None
+    """Train only on rows whose `score` is at least this, such as a run's rollouts; null for all."""
+    best_of_prompt: bool = key(False, main="training")
+    """Train only on the row with the best `score` of each prompt: rejection sampling."""
 
     def check(self) -> None:
         super().check()

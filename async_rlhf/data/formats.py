@@ -22,7 +22,7 @@ from async_rlhf.config.errors import shown
 from async_rlhf.data.loading import Rows, check_columns, columns_of, has_all, lacks, load_rows
 from async_rlhf.data.tokenizer import TEXT, Rendered, Sampled, spelt, split_text, strip_end
 from async_rlhf.data.views import Row, Selected
-from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat, require_unicode
+from async_rlhf.models.chats import ChatTemplate, Message, Schemas, as_messages, is_chat, loaded, require_unicode
 from async_rlhf.models.thoughts import OPENED
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class Preference(NamedTuple):
 class Turns(NamedTuple):
     """What a row teaches: the text after its prompt, of which only a part may be learnt."""
 
-    prompt: str
+    prompt: str | tuple[int, ...]
+    """Tokens if the row has those that were sampled."""
     response: str | tuple[int, ...]
     """The text after the prompt, without the token that ends it; tokens if there are several answers in it."""
     learnt: tuple[int, ...]
@@ -147,6 +148,8 @@ class RowReader:
         Raises:
             ConfigError: no answer is to be learnt.
         """
+        if (drawn := self._drawn(row, f"{self.key}: row {number}", last, rated)) is not None:
+            return drawn
         prompt, answers, column = self._parts(row, number)
         ended = has_ended(row, "chosen" if column == "chosen" else None, f"{self.key}: row {number}")
         label = f"{self.key}: row {number}: `{column}`"
@@ -182,6 +185,26 @@ class RowReader:
         if len(pieces) == 1:
             return Turns(first, pieces[0][0], (), end, ended)
         return self._joined(first, pieces, ended)
+
+    def _drawn(self, row: Mapping[str, Any], label: str, last: bool, rated: bool) -> Turns | None:
+        """The tokens in a row of a run's rollouts. None of other rows, and where this tokenizer writes these tokens
+        otherwise: then the row has texts.
+        """
+        tokens, places = row.get("tokens"), [n for n, drawn in enumerate(row.get("sampled") or ()) if drawn]
+        if not isinstance(tokens, list) or not places:
+            return None
+        stopped, ends = row["finish_reason"] == "stop", places[-1] + 1
+        answer = [tokens[n] for n in places[: len(places) - stopped]]
+        if self.template.tokenizer.decode(answer) != row["completion"]:
+            return None
+        if row["starts"]:
+            raise ConfigError(f"{label} has several conversations of an agent; must have one")
+        sampled = row["sampled"][:ends]
+        first = ends - sampled[::-1].index(False) if last else places[0]
+        learnt = tuple(map(int, sampled[first : ends - stopped]))
+        end = self.template.end if rated else tokens[places[-1]]
+        response = tuple(tokens[first : ends - stopped])
+        return Turns(tuple(tokens[:first]), response, () if all(learnt) else learnt, end, stopped)
 
     def _joined(self, first: str, pieces: Sequence[tuple[str, int, str, bool]], ended: bool) -> Turns:
         """Several answers, with the messages and the ends between them."""
@@ -347,7 +370,7 @@ def demonstration_parts(row: Mapping[str, Any], label: str) -> tuple[Any, Any, s
         _text(row[TEXT], f"{label}: `{TEXT}`")
         return *split_text(row, label), TEXT
     if row.get("messages") is not None:
-        chat = _chat(row["messages"], f"{label}: `messages`")
+        chat = _chat(loaded(row["messages"], f"{label}: `messages`"), f"{label}: `messages`")
         return _without_answer(chat, label), chat[-1:], "messages"
     for column in ("completion", "chosen"):
         if row.get("prompt") is not None and row.get(column) is not None:
@@ -368,6 +391,8 @@ def identity(row: Mapping[str, Any], label: str) -> str:
     """
     if chat := kept_chat(row, label):
         return prompt_identity(chat, label)
+    if row.get("prompt_tokens") is not None:  # of a run's rollouts, perhaps an episode
+        return prompt_identity(row["prompt"], label)
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return prompt_identity(row["chosen"] if row.get("prompt") in (None, "") else row["prompt"], label)
     prompt, response, _ = demonstration_parts(row, label)
@@ -406,7 +431,7 @@ def kept_chat(row: Mapping[str, Any], label: str) -> Any:
     Raises:
         ConfigError: it is none.
     """
-    chat = row.get(MESSAGES)
+    chat = loaded(row.get(MESSAGES), f"{label}: `{MESSAGES}`")
     if chat is None or is_chat(chat) or (isinstance(chat, list) and not chat):
         return chat
     raise ConfigError(f"{label}: `{MESSAGES}` is {shown(chat)}; must be a list of messages with role and content")

@@ -38,7 +38,7 @@ def hold_out(rows: Rows, fraction: float, key: str, prompt_field: str | None = N
                 yield prompt_identity(kept_chat(row, label) or prompt_of(row, prompt_field), label)
 
     held = _lowest(np.fromiter(map(_hash, identities()), np.uint64), fraction, key)
-    return _take(rows, np.flatnonzero(~held)), _take(rows, np.flatnonzero(held))
+    return taken(rows, np.flatnonzero(~held)), taken(rows, np.flatnonzero(held))
 
 
 def held_out_names(names: Sequence[str], fraction: float, key: str) -> set[str]:
@@ -67,6 +67,7 @@ def _lowest(hashes: np.ndarray, fraction: float, key: str) -> np.ndarray:
     return hashes < different[-1] if held.all() else hashes == different[0]
 
 
-def _take(rows: Rows, numbers: np.ndarray) -> Rows:
+def taken(rows: Rows, numbers: np.ndarray) -> Rows:
+    """The rows of these numbers, from 0."""
     select = getattr(rows, "select", None)  # leaves the rows on disk
     return [rows[number] for number in numbers.tolist()] if select is None else select(numbers)

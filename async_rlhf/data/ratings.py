@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 
 from async_rlhf.config import ConfigError
 from async_rlhf.config.base import shown
+from async_rlhf.config.common import SCORE
+from async_rlhf.data.formats import MESSAGES, SIDES, identity, kept_chat
+from async_rlhf.data.held_out import taken
 from async_rlhf.data.loading import Rows, lacks
+from async_rlhf.models.chats import ROW_SETTING, loaded
 
 _ROUNDING = 1e-9
 _LARGEST = 1e30
@@ -97,3 +102,64 @@ def draw_pairs(
         number, row, below = better[position]
         pairs.append((row, orders[number][index - (ends[position] - below)]))
     return pairs, total
+
+
+def best_rows(rows: Rows, least: float | None, of_prompt: bool, key: str) -> Rows:
+    """The rows with a score of at least so much, or with the best of their prompt, the first of equal ones; or both.
+    A score that is null counts as none.
+
+    Args:
+        rows: demonstrations with a `score`.
+        least: for all if None.
+        of_prompt: one row for each prompt.
+        key: the configuration key that errors name.
+
+    Raises:
+        ConfigError: a row has no score, or none is left.
+    """
+    best: dict[str | int, tuple[float, int]] = {}
+    for n, row in enumerate(rows):
+        label = f"{key}: row {n + 1}"
+        score = math.nan if SCORE in row and row[SCORE] is None else _rating(row, label, SCORE)
+        if score >= (-math.inf if least is None else least):
+            name = identity(row, label) if of_prompt else n
+            best[name] = max((score, -n), best.get(name, (score, -n)))
+    if not best:
+        raise ConfigError(f"min_score: got {least}; none of the {len(rows)} rows of {key} has such a score")
+    return taken(rows, np.array(sorted(-n for _, n in best.values())))
+
+
+def pairs_of_rollouts(rows: Rows, key: str) -> Rows:
+    """The best and the worst completion of each prompt of a run's rollouts, as a pair; equal scores make none. Rows of
+    others as they are.
+
+    Raises:
+        ConfigError: a row is an episode, or there is no pair.
+    """
+    if "prompt_tokens" not in rows[0] or SIDES[0] in rows[0]:
+        return rows
+    pairs = []
+    for _, group in groupby(enumerate(rows, start=1), lambda each: (each[1]["batch"], each[1]["draw"])):
+        rated = [(row[SCORE], -n, row) for n, row in group if row[SCORE] is not None]
+        episode = next((-n for _, n, row in rated if row["messages"] is not None), None)
+        if episode is not None:
+            raise ConfigError(f"{key}: row {episode} is an episode; must be one answer to a prompt, to make a pair")
+        rated.sort(key=lambda each: each[:2])
+        if rated and rated[0][0] < rated[-1][0]:
+            pairs.append(_pair(rated[-1][2], rated[0][2], key))
+    if not pairs:
+        raise ConfigError(f"{key}: no prompt of {len(rows)} rows has completions with different scores")
+    return pairs
+
+
+def _pair(chosen: Mapping[str, Any], rejected: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """As `pairs` writes them, with the columns of the prompt's row."""
+    kept = {MESSAGES: kept_chat(chosen, key), **{name: loaded(chosen[name], key) for name in ROW_SETTING}}
+    pair = loaded(chosen["columns"], key) | {name: value for name, value in kept.items() if value}
+    pair["prompt"] = chosen["prompt"]
+    for side, row in zip(SIDES, (chosen, rejected), strict=True):
+        drawn = [token for token, is_drawn in zip(row["tokens"], row["sampled"], strict=True) if is_drawn]
+        reason = row["finish_reason"]
+        pair |= {side: row["completion"], f"{side}_score": row[SCORE], f"{side}_finish_reason": reason}
+        pair[f"{side}_tokens"] = drawn[: len(drawn) - (reason == "stop")]
+    return pair

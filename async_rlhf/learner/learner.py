@@ -124,6 +124,8 @@ class Learner:
         """Of the next batch."""
         self._batch_coef = self.kl_coef
         """That of the batch that was annotated last."""
+        self.annotated: Experience | None = None
+        """With ``rollouts: all``, the rows of the batch that was annotated last, before credit chose among them."""
         self._warned_of_units = False
         self.model.train()
 
@@ -186,6 +188,8 @@ class Learner:
             for model_at_hand, compute in annotations:
                 with model_at_hand:
                     rows = self._add(rows, passes, compute, self._device, self.parallel)
+        if self.config.rollouts == "all":
+            self.annotated = rows
         self._batch_coef = self.kl_coef
         experience, metrics = self.ranks.broadcast("credit", lambda: self._credited(rows))
         penalty = self.config.kl_penalty

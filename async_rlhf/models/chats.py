@@ -101,7 +101,7 @@ def _as_message(message: Any, label: str) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"{label} is {message!r:.80}; must be a mapping with role and content")
     rest = {name: value for name, value in message.items() if value is not None}
-    calls = _loaded(rest.pop("tool_calls", None) or (), f"{label}: tool_calls")
+    calls = loaded(rest.pop("tool_calls", None) or (), f"{label}: tool_calls")
     if not isinstance(calls, (list, tuple)):
         raise ConfigError(f"{label}: tool_calls is {calls!r:.80}; must be a list of calls")
     calls = [_as_call(call, label) for call in calls]
@@ -203,8 +203,8 @@ class Setting:
         tools, arguments = map(row.get, ROW_SETTING)
         if not tools and not arguments:
             return self
-        schemas = _loaded(tools, f"{label}: `tools`") or ()
-        named = _loaded(arguments, f"{label}: `chat_template_kwargs`") or {}
+        schemas = loaded(tools, f"{label}: `tools`") or ()
+        named = loaded(arguments, f"{label}: `chat_template_kwargs`") or {}
         if not (isinstance(schemas, (list, tuple)) and all(map(_is_schema, schemas))):
             raise ConfigError(f"{label}: `tools` is {tools!r:.80}; must be a list of the schemas of functions")
         if not isinstance(named, Mapping):
@@ -221,8 +221,8 @@ def _is_schema(value: Any) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("function", value), Mapping)
 
 
-def _loaded(value: Any, label: str) -> Any:
-    """Parquet and CSV have schemas as text."""
+def loaded(value: Any, label: str) -> Any:
+    """The value of JSON text: Parquet and CSV have schemas, calls and chats as text."""
     if not isinstance(value, str):
         return value
     try:

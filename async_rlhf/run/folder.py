@@ -32,6 +32,8 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 DIGESTS = "digests.jsonl"
 """Checksums of what each batch was made of."""
 EVAL_SAMPLES = "eval_samples.jsonl"
+ROLLOUTS = "rollouts"
+"""The folder of all samples, in a file for each batch; see run/rollouts.py."""
 REPORT = "report.html"
 """The page about the run (``async-rlhf report``), which the command writes at the end."""
 PROOF = "proof.json"
@@ -44,6 +46,7 @@ _CHECKPOINT = re.compile(r"checkpoint-([1-9][0-9]*)")
 _LOG = re.compile(
     r"(metrics|samples|eval_samples|schedule|episodes|digests)\.jsonl|trace(-from-[1-9][0-9]*)?\.json|report\.html|proof\.json"
 )
+_ROLLOUTS = re.compile(r"batch-([0-9]{8,})\.parquet")
 _HALF_WRITTEN = re.compile(rf"\.({_CHECKPOINT.pattern}|{FINAL})\.(tmp|old|hub)")
 
 
@@ -75,6 +78,11 @@ def log_names(config: OnlineConfig, evaluates: bool) -> list[str]:
     return [METRICS, SAMPLES, DIGESTS, *([EVAL_SAMPLES] if evaluates else []), *more]
 
 
+def rollouts_file(folder: Path, batch: int) -> Path:
+    """The file with the samples of a batch, of a run in this folder."""
+    return folder / ROLLOUTS / f"batch-{batch:08}.parquet"
+
+
 def is_report(path: Path) -> bool:
     """Whether a file is a page that ``async-rlhf report`` has written."""
     if not path.is_file():
@@ -87,6 +95,12 @@ def batch_of(name: str) -> int | None:
     """The batch number in a checkpoint's name; None for other names."""
     match = _CHECKPOINT.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def _batch_of_rollouts(path: Path) -> int:
+    """The batch whose samples are in a file; 0 for other files."""
+    match = _ROLLOUTS.fullmatch(path.name)
+    return 0 if match is None or path.parent.name != ROLLOUTS else int(match[1])
 
 
 @dataclass(frozen=True)
@@ -214,17 +228,24 @@ class RunFolder:
             if going_on and batch_of(path.name) is not None:
                 logger.warning("deleting %s: the run goes on from batch %d", path.name, self.batch)
             delete_whole(path) if path.is_dir() else path.unlink()
+        with suppress(OSError):  # it is not there, or not empty
+            (self.path / ROLLOUTS).rmdir()
         for path in _listed(self.path):
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
         if going_on:  # the run may have been killed between the last checkpoint and the deletion of old ones
             Checkpoints(self.path).delete_old(self.config, wanted)
         with whole_file(self.path / _WRITTEN) as file:
-            json.dump(sorted({*(self._written() or ()), *log_names(self.config, evaluates), self.trace, PROOF}), file)
+            json.dump(sorted({*(self._written() or ()), *self._writes(evaluates)}), file)
+
+    def _writes(self, evaluates: bool) -> list[str]:
+        """What is not known by a manifest."""
+        more = [ROLLOUTS] if self.config.rollouts == "all" else []
+        return [*log_names(self.config, evaluates), self.trace, PROOF, *more]
 
     def _superseded(self) -> list[Path]:
         """What a resumed run will write again: all that came after its checkpoint, checkpoints first."""
-        newer = [path for path in self._earlier() if (batch_of(path.name) or 0) > self.batch]
+        newer = [path for path in self._earlier() if (batch_of(path.name) or _batch_of_rollouts(path)) > self.batch]
         return [*newer, *(path for path in (self.path / FINAL, self.path / self.trace) if os.path.lexists(path))]
 
     def _earlier(self) -> list[Path]:
@@ -232,7 +253,10 @@ class RunFolder:
         paths = list(_listed(self.path))
         checkpoints = [path for path in paths if batch_of(path.name) is not None]
         final = [path for path in paths if path.name == FINAL]
-        return [*checkpoints, *(path for path in paths if _LOG.fullmatch(path.name)), *final]
+        logs = [path for path in paths if _LOG.fullmatch(path.name)]
+        rollouts = self.path / ROLLOUTS
+        kept = [rollouts] if rollouts.is_symlink() else filter(_batch_of_rollouts, _listed(rollouts))
+        return [*checkpoints, *logs, *kept, *final]
 
     def _has_trained(self, earlier: Iterable[Path]) -> bool:
         """Whether a checkpoint, a policy or a line of a batch would be lost."""
@@ -241,9 +265,11 @@ class RunFolder:
         return logged or not all(_LOG.fullmatch(path.name) for path in earlier)
 
     def _stranger(self, path: Path) -> Path | None:
+        written = self._written()
+        if _batch_of_rollouts(path):
+            return None if ROLLOUTS in (written or ()) and path.is_file() and not path.is_symlink() else path
         if not _LOG.fullmatch(path.name):
             return stranger_in(path)
-        written = self._written()
         if path.name == REPORT:  # the command report may have written it, after the run
             ours = is_report(path)
         elif written is None:  # a run by an older version, which wrote no list; checkpoints show whose folder it is

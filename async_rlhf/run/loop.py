@@ -217,6 +217,11 @@ class TrainingLoop(Loop):
             self.evaluations.ask(0)
             if self.evaluations.is_due(0):
                 self._take_evaluation()
+        keeps = run.ranks.is_main and run.config.rollouts == "all"
+        if keeps:
+            batch_mb, batches = run.config.rollout_bytes / 1e6, run.config.num_batches - run.callbacks.state.global_step
+            most = "rollouts: at most about %.1f MB a batch before compression, %.2f GB in all"
+            logger.info(most, batch_mb, batch_mb * batches / 1e3)
         started = time.monotonic()
         for batch in rollouts:
             run.callbacks.step_begin()
@@ -233,6 +238,8 @@ class TrainingLoop(Loop):
                 run.callbacks.state.count(int(metrics["optimizer_steps"]), scored.missing, tied)
             metrics |= scored.metrics | self._schedule_metrics(batch, time.monotonic() - started)
             started = time.monotonic()
+            if keeps:
+                self._keep(scored, experience)
             if self._after_batch(scored, metrics):
                 break
         self._write(run.folder.path / FINAL, dtype=getattr(torch, run.config.export_dtype))
@@ -369,13 +376,21 @@ class TrainingLoop(Loop):
             **{f"time/{name}": spans.get(name, 0.0) for name in PHASES},
         }
 
+    def _keep(self, scored: ScoredBatch, experience: Experience) -> None:
+        """Write every sample of a batch, before a checkpoint that has trained on it."""
+        from async_rlhf.run.rollouts import write_rollouts
+
+        require_hold(self.run.hold)
+        with self.trace.span("rollouts", batch=scored.batch.index):
+            write_rollouts(self.run, scored, experience)
+
     def _log_samples(self, scored: ScoredBatch) -> None:
-        batch = scored.batch
+        batch, config = scored.batch, self.run.config
         samples = [
             (group, sample, score)
             for group, scores in zip(batch.groups, scored.scores_PK.tolist(), strict=True)
             for sample, score in zip(group.samples, scores, strict=True)
-        ][: self.run.config.num_samples_logged]
+        ][: 0 if config.rollouts == "none" else config.num_samples_logged]
         texts = decode_samples(self.run.tokenizer, [sample for _, sample, _ in samples])
         table = []
         for (group, sample, score), text in zip(samples, texts, strict=True):

@@ -151,6 +151,7 @@ class Part:
             field.name: field.default for field in fields(train) if field.name.startswith("hub_")
         }
         changes |= {"push_to_hub": False, "report_to": [], "save_steps": 0, "logging_steps": 1, "trace": False}
+        changes["rollouts"] = "logged"
         changes |= {"resume": False, "resume_from": None if self.checkpoint is None else str(self.checkpoint)}
         if replies.is_file():
             changes["generation"] = replace(train.generation, replies_from=str(replies))
