@@ -47,7 +47,7 @@ from unittest.mock import patch
 
 TESTS = Path(__file__).parents[1]
 PROMPTS = 8  # of a batch
-SPANS = {"wait": "generate", "score": "score", "train": "train", "publish": "publish"}
+SPANS = {"wait": "generate", **{name: name for name in ("score", "train", "publish", "rollouts")}}
 """Spans of the trace, and the phases that they are."""
 PHASES = (*SPANS.values(), "log", "save")
 ENDING, SURVIVED = ("group", "learner"), ("generators", "server", "workers")
@@ -328,6 +328,7 @@ def train(arguments: argparse.Namespace) -> None:
         save_steps=2,
         save_total_limit=2,
         num_samples_logged=100,
+        rollouts="all",
         progress=False,
         num_threads=1,
         generation=GenerationConfig(**generation),

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from killed_run import PHASES, PROMPTS, Kill
 from killed_run import main as run_here
+from pyarrow.parquet import read_table
 
 from async_rlhf.run.folder import Checkpoints
 from async_rlhf.run.manifest import verify, write_whole
@@ -199,6 +200,9 @@ def difference(ours: Path, theirs: Path, batches: int) -> str | None:
         return "samples"
     if (ours / "digests.jsonl").read_bytes() != (theirs / "digests.jsonl").read_bytes():
         return "digests"
+    tables = [{path.name: read_table(path) for path in (each / "rollouts").iterdir()} for each in (ours, theirs)]
+    if tables[0] != tables[1] or len(tables[0]) != batches:
+        return "rollouts"
     ours, theirs = ours / "final", theirs / "final"
     names = [{str(path.relative_to(end)) for path in end.rglob("*") if path.is_file()} for end in (ours, theirs)]
     if names[0] != names[1]:
@@ -233,6 +237,7 @@ ONCE_EACH = [
     Kill("train", 3, 0.5),  # batch 5
     Kill("publish", 1, 0.2),
     Kill("score", 2, 0.2),  # batch 6
+    Kill("rollouts", 2, 0.4),  # the same
 ]
 
 
