@@ -112,6 +112,7 @@ ELSEWHERE = {
     "python benchmarks/shared_tokens.py": "tests/benchmarks/test_benchmarks.py",
     "python scripts/science.py": "tests/unit/test_science.py",
     "python -m pytest tests/unit/test_routing.py": "tests/unit/test_routing.py",
+    "python -m pytest tests/contract/test_rollouts.py": "tests/contract/test_rollouts.py",
     "python -m venv verifiers": "tests/foreign/conftest.py",
 }
 """What other tests run, by the page or a part of the command: with other sizes, or as it stands."""

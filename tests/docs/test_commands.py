@@ -128,7 +128,8 @@ def furnish(place: Path, log: Path) -> None:
     train = {"model": "runs/sft", "reward_model": "runs/reward", "data": {"train": "prompts.jsonl"}}
     (place / "run.yml").write_text(yaml.safe_dump(train | {"train": {"output_dir": "runs/new"} | sizes}))
     run(
-        "async-rlhf train --config run.yml --train.output_dir runs/mine --train.save_steps 5 --train.batches 10",
+        "async-rlhf train --config run.yml --train.output_dir runs/mine --train.save_steps 5 --train.batches 10 "
+        "--train.rollouts all",
         place,
         log,
     )
