@@ -220,7 +220,7 @@ class TrainingLoop(Loop):
         keeps = run.ranks.is_main and run.config.rollouts == "all"
         if keeps:
             batch_mb, batches = run.config.rollout_bytes / 1e6, run.config.num_batches - run.callbacks.state.global_step
-            most = "rollouts: at most about %.1f MB a batch before compression, %.2f GB in all"
+            most = "rollouts: at most about %.2f MB a batch before compression, %.3f GB in all"
             logger.info(most, batch_mb, batch_mb * batches / 1e3)
         started = time.monotonic()
         for batch in rollouts:
