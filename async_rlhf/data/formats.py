@@ -370,7 +370,7 @@ def demonstration_parts(row: Mapping[str, Any], label: str) -> tuple[Any, Any, s
         _text(row[TEXT], f"{label}: `{TEXT}`")
         return *split_text(row, label), TEXT
     if row.get("messages") is not None:
-        chat = _chat(loaded(row["messages"], f"{label}: `messages`"), f"{label}: `messages`")
+        chat = _chat(_of_text(row["messages"], f"{label}: `messages`"), f"{label}: `messages`")
         return _without_answer(chat, label), chat[-1:], "messages"
     for column in ("completion", "chosen"):
         if row.get("prompt") is not None and row.get(column) is not None:
@@ -431,10 +431,15 @@ def kept_chat(row: Mapping[str, Any], label: str) -> Any:
     Raises:
         ConfigError: it is none.
     """
-    chat = loaded(row.get(MESSAGES), f"{label}: `{MESSAGES}`")
+    chat = _of_text(row.get(MESSAGES), f"{label}: `{MESSAGES}`")
     if chat is None or is_chat(chat) or (isinstance(chat, list) and not chat):
         return chat
     raise ConfigError(f"{label}: `{MESSAGES}` is {shown(chat)}; must be a list of messages with role and content")
+
+
+def _of_text(value: Any, label: str) -> Any:
+    """A chat that a run's rollouts have as the text of JSON; any other value as it is."""
+    return loaded(value, label) if isinstance(value, str) and value.startswith("[") else value
 
 
 def other_column(row: Mapping[str, Any], field: str) -> str | None:

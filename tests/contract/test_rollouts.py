@@ -79,8 +79,7 @@ def logs(folder):
 def test_every_number_is_the_learners_and_the_run_is_the_one_without(run, kind):
     out, seen = run("all", kind, rollouts="all")
     if kind != "in_flight":  # whose versions depend on timing
-        plain, _ = run("plain", kind)
-        assert logs(out) == logs(plain)
+        assert logs(out) == logs(run("plain", kind)[0])
     files = tables(out)
     assert [*files] == [f"batch-{number:08}.parquet" for number in range(1, 7)]
     for table, scored, trained in zip(files.values(), seen["scored"], seen["trained"], strict=True):
@@ -212,8 +211,7 @@ def test_sft_reads_the_tokens_of_the_run(run, prompts, kind, chats):
 
 
 def test_the_best_of_a_prompt_and_those_above_a_score():
-    scores = [("a", 1.0), ("b", 5), ("a", 3.0), ("a", 3.0), ("b", None)]
-    rows = [{"prompt": prompt, "completion": "x", "score": score} for prompt, score in scores]
+    rows = [{"prompt": p, "completion": "x", "score": s} for p, s in zip("abaab", (1, 5, 3, 3, None), strict=True)]
     assert best_rows(rows, None, True, "train") == [rows[1], rows[2]]
     assert best_rows(rows, 3.0, False, "train") == [rows[1], rows[2], rows[3]]
     with pytest.raises(ConfigError, match=r"min_score: got 9.0; none of the 5 rows of train has such a score"):
