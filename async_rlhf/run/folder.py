@@ -201,8 +201,9 @@ class RunFolder:
         afresh = self.config.overwrite_output_dir or (self.config.resume and self.checkpoint is None)
         earlier = self._earlier()
         if earlier and not (afresh or self.goes_on) and self._has_trained(earlier):
+            seen = METRICS if self.path / METRICS in earlier else earlier[0].name
             raise ConfigError(
-                f"output_dir: {str(self.path)!r} holds an earlier run ({earlier[0].name}); choose another folder, set "
+                f"output_dir: {str(self.path)!r} holds an earlier run ({seen}); choose another folder, set "
                 "resume to go on with it, or set overwrite_output_dir to delete it"
             )
         for path in self._superseded() if self.goes_on else earlier:

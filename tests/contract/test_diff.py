@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow.parquet import read_table
 from safetensors.torch import load_file, save_file
 from tiny import PROMPTS, byte_tokenizer, json_rows, new_args, new_policy
 from transformers import TrainerCallback
@@ -21,6 +22,7 @@ from async_rlhf.config import ConfigError, KLConfig
 from async_rlhf.models.publish import SnapshotRing
 from async_rlhf.models.saving import write_model
 from async_rlhf.run.config import DataConfig, RunConfig
+from async_rlhf.run.folder import rollouts_file
 from async_rlhf.studies.diff.command import compare
 from async_rlhf.studies.diff.config import DiffConfig
 
@@ -351,7 +353,7 @@ def test_the_first_number_is_found_by_repeating(here, base, capsys):
     assert values["values"][0] != values["values"][1]
     assert values["units"] > 1
     out = capsys.readouterr().out
-    assert "repeated, the first number that differs: weight after the update" in out
+    assert "the first number that differs: weight after the update" in out
     assert "most likely cause: train.learning_rate is" in out
 
 
@@ -361,6 +363,21 @@ def test_tokens_are_found_by_repeating(here, base):
     assert account["values"]["what"] == "token"
     assert account["values"]["drawn"]
     assert account["values"]["position"] >= 6
+
+
+def test_kept_rollouts_have_the_first_number(here):
+    """Without a repetition, so of any runs."""
+    runs = [here.run(f"kept_{n}", {"temperature": 1.0 - n / 20}, rollouts="all") for n in range(2)]
+    values, sample = found(*runs)["values"], read_table(rollouts_file(Path(runs[0]), 1)).to_pylist()
+    row = sample[values["sample"] - 1]
+    assert (values["what"], values["values"][0]) == ("tokens", row["tokens"][values["position"]])
+    assert row["sampled"][values["position"]]
+    (here.folder / "reward.py").write_text(REWARD.replace("0.01 * len(text)", "0.02 * len(text)"))
+    changed = here.run("kept_2", {"temperature": 1.0}, rollouts="all")
+    (here.folder / "reward.py").write_text(REWARD)
+    values = found(runs[0], changed)["values"]
+    assert (values["what"], values["sample"]) == ("reward/letters", 1)
+    assert values["values"][1] > values["values"][0] == pytest.approx(sample[0]["reward/letters"])
 
 
 def test_one_run_is_compared_with_itself(base, capsys):

@@ -17,7 +17,7 @@ from async_rlhf.data.loading import load_rows
 from async_rlhf.studies.diff.causes import Difference, differences, most_likely
 from async_rlhf.studies.diff.config import DiffConfig
 from async_rlhf.studies.diff.reading import UPDATE, ReadRun, first_difference, parts, read_run, require_comparable
-from async_rlhf.studies.diff.values import first_values, repeat
+from async_rlhf.studies.diff.values import first_values, kept_values, repeat
 from async_rlhf.studies.templates import filled
 from async_rlhf.system.files import write_file
 
@@ -76,6 +76,7 @@ def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
     if any(each.name == "train_dataset" for each in unlike):
         account["rows"] = _rows(a, b)
     account["cause"] = most_likely(_with_rows(unlike, account["rows"]), part, changed, equal)
+    account["values"] = kept_values([a.name, b.name], batch)
     if repeats:
         account["values"] = (
             first_values([a.name, b.name], batch, part) or "nothing differs where both are repeated here"

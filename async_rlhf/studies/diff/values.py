@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from async_rlhf.generation.placement import shared_cores
+from async_rlhf.run.folder import rollouts_file
 from async_rlhf.studies.explain.repetition import (
     Part,
     Repetition,
@@ -80,6 +82,41 @@ def first_values(names: Sequence[str], batch: int, part: str) -> Found | None:
     with tempfile.TemporaryDirectory(prefix="diff-") as scratch:
         a, b = (repeat(name, batch, Path(scratch, str(number))) for number, name in enumerate(names))
     return next(differing(a, b, part), None)
+
+
+def kept_values(names: Sequence[str], batch: int) -> Found | None:
+    """The first number of a batch that differs, if both runs have kept their rollouts; None if nothing does.
+
+    Args:
+        names: folders of the runs.
+        batch: that differs.
+    """
+    from pyarrow.parquet import read_table
+
+    paths = [rollouts_file(Path(name).expanduser(), batch) for name in names]
+    if not all(path.is_file() for path in paths):
+        return None
+    ours, theirs = (read_table(path).to_pydict() for path in paths)
+    rewards = [name for name in ours if name.startswith("reward/")]
+    for name in (name for name in (*_DRAWN, *rewards, *_LEARNT) if name in ours and name in theirs):
+        for sample, values in enumerate(zip(ours[name], theirs[name], strict=False), 1):
+            if values[0] != values[1]:
+                return {"what": name, "sample": sample} | _place(list(values))
+    return None
+
+
+def _place(values: list[Any]) -> Found:
+    """Where two values differ, of which each may be a list with a number for each token."""
+    if not all(isinstance(value, list) for value in values):
+        return {"values": values} | _units(np.empty(0, np.float32), values)
+    pairs = enumerate(zip_longest(*values))
+    position, pair = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+    return {"position": position, "values": [*pair]} | _units(np.asarray(values[0], np.float32), pair)
+
+
+_DRAWN = ("prompt_tokens", "tokens", "versions", "logprobs", "environment_rewards")
+_LEARNT = ("score", "old_logprobs", "reference_logprobs", "advantages", "loss_weight")
+"""Columns of rollouts, in the order in which they come to be; rewards are between them."""
 
 
 def differing(a: Repeated, b: Repeated, part: str) -> Iterator[Found]:
