@@ -231,6 +231,17 @@ def test_a_run_with_a_fickle_environment_is_repeated_and_explained(tmp_path, sta
         run_explain(ExplainConfig(str(run), batch=2, overwrite=True))
 
 
+def test_what_another_score_would_have_done_in_a_run_with_an_environment(tmp_path):
+    """Its environment repeats by itself, so it can be asked anew; one that does not is told by what it says."""
+    run_train(as_command(tmp_path, "Echo", staleness=1))
+    found = run_explain(ExplainConfig(str(tmp_path / "run"), batch=1, top=0, after=2, what_if={"1": 50.0}))["what_if"]
+    assert found["changes"][0]["is"] == 50.0
+    assert found["batches"][0]["update"]["change"] > 0
+    run_train(as_command(tmp_path / "other", "Fickle", staleness=1))
+    with pytest.raises((RepetitionDiffersError, EpisodeError)):
+        run_explain(ExplainConfig(str(tmp_path / "other" / "run"), batch=2, top=0, what_if={"1": 50.0}))
+
+
 def test_a_run_with_conversations_is_repeated_and_explained(tmp_path):
     agent = {"environment": None, "agent": f"{environments.__file__}:forget"}
     run_train(replace(as_command(tmp_path, "Echo", staleness=1), **agent))

@@ -26,7 +26,14 @@ from async_rlhf.run.trainer import OnlineTrainer
 from async_rlhf.studies.explain import repetition
 from async_rlhf.studies.explain.command import run_explain
 from async_rlhf.studies.explain.config import ExplainConfig
-from async_rlhf.studies.explain.repetition import Part, Repetition, RepetitionDiffersError, read_metrics, read_run
+from async_rlhf.studies.explain.repetition import (
+    Otherwise,
+    Part,
+    Repetition,
+    RepetitionDiffersError,
+    read_metrics,
+    read_run,
+)
 from async_rlhf.studies.explain.update import difference, inner, norm
 
 REWARD = """
@@ -258,7 +265,9 @@ def test_with_another_score_it_is_the_run_whose_reward_says_so(train, tmp_path, 
     number = next(n for n in lower if texts.count(here[n - 1]["completion"]) == 1 and n > 4)
     text, was = here[number - 1]["completion"], here[number - 1]["score"]
     scores = {number: was + 20.5}
-    changed = Repetition(part(run, 3, 6, "checkpoint-2"), tmp_path / "scratch", keep=True, scores=scores).course
+    changed = Repetition(
+        part(run, 3, 6, "checkpoint-2"), tmp_path / "scratch", keep=True, otherwise=Otherwise(scores)
+    ).course
     found = run_explain(ExplainConfig(str(run), batch=3, top=1, what_if={str(number): was + 20.5}))
 
     once = f"[{was + 20.5!r} if c == {text!r} else x for c, x in zip(completions, plain(prompts, completions))]"
@@ -300,7 +309,7 @@ def test_with_the_same_score_it_is_the_run_bit_for_bit(train, tmp_path):
     scores = [row["score"] for row in rows if row["batch"] == 2]
     same_scores = {1: scores[0], 4: scores[3]}
     plain, other = (
-        Repetition(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, scores=given)
+        Repetition(part(run, 2, 5, "checkpoint-1"), tmp_path / name, keep=True, otherwise=Otherwise(given))
         for name, given in (("was", None), ("now", same_scores))
     )
     was, now = plain.course, other.course
@@ -338,9 +347,37 @@ def test_what_cannot_be_asked_says_so_before_a_model_is_loaded(train, monkeypatc
     for name in ("after", "before"):
         with pytest.raises(ConfigError, match=rf"^{name}: got -1; must be at least 0"):
             ExplainConfig(str(run), batch=2, **{name: -1})
-    (run / "episodes.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"^what_if: got .*; must be empty for a run whose environments"):
-        run_explain(ExplainConfig(str(run), batch=2, what_if={"1": 1.0}))
+    with pytest.raises(ConfigError, match=r"^without: got \[17\]; must be of completions 1 to 16"):
+        run_explain(ExplainConfig(str(run), batch=2, without=[17]))
+    with pytest.raises(ConfigError, match=r"^settings: got 'learning_rate'; must be keys of the objective: beta, "):
+        run_explain(ExplainConfig(str(run), batch=2, settings={"learning_rate": 1.0}))
+    with pytest.raises(ConfigError, match=r"^sample: got 1; must be null with what_if"):
+        run_explain(ExplainConfig(str(run), batch=2, sample=1, without=[3]))
+
+
+def test_without_a_completion_it_is_the_update_without_its_unit(train):
+    run = train(algorithm="grpo", staleness=1, num_mini_batches=1, save_steps=1)
+    found = run_explain(ExplainConfig(str(run), batch=3, top=1))
+    first = found["completions"][0]
+    number = first["rows"][0]["number"]
+    again = run_explain(ExplainConfig(str(run), batch=3, top=1, without=[number], overwrite=True))
+    assert again["what_if"]["without"] == [number]
+    now = again["what_if"]["batches"][0]
+    assert now["update"]["change"] == pytest.approx(first["without"]["change"], rel=1e-4)
+    assert now["others"] == 0
+    assert f"without completions {number}" in (run / "explain" / "explain-3.txt").read_text()
+
+
+def test_other_settings_of_one_batch(train):
+    run = train(algorithm="grpo", staleness=1, save_steps=1)
+
+    def change(**settings) -> float:
+        config = ExplainConfig(str(run), batch=3, top=0, after=1, settings=settings, overwrite=True)
+        return run_explain(config)["what_if"]["batches"][0]["update"]["change"]
+
+    assert change(cliprange=0.2) == 0.0
+    assert change(cliprange=1e-4) > 1e-3
+    assert change(**{"off_policy.importance": "none"}) > 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["online_dpo", "ppo"])

@@ -13,7 +13,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_300, 32_010, 41_060, 16, 461
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_300, 32_050, 41_120, 16, 463
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 4_031
 """Of benchmarks/ and scripts/."""

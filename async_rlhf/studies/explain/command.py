@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from async_rlhf.config.base import require
 from async_rlhf.generation.placement import shared_cores
 from async_rlhf.run.config import RunConfig
-from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.folder import METRICS, Checkpoints, batch_of
 from async_rlhf.studies.explain.ablation import distance
 from async_rlhf.studies.explain.config import ExplainConfig
@@ -27,6 +26,7 @@ from async_rlhf.studies.explain.page import page
 from async_rlhf.studies.explain.repetition import (
     Course,
     Line,
+    Otherwise,
     Part,
     Repetition,
     RepetitionDiffersError,
@@ -37,6 +37,7 @@ from async_rlhf.studies.explain.repetition import (
     require_one_rank,
     share,
     started_in,
+    with_keys,
 )
 from async_rlhf.studies.explain.update import compared, difference, norm
 from async_rlhf.studies.report.reading import json_lines
@@ -73,17 +74,21 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
         part = _part(config, run.resolve(), original, max(logged, default=0))
         _require_answers(config, part)
         scores = {int(n): float(score) for n, score in config.what_if.items()}
+        otherwise = Otherwise(scores, config.without, config.settings)
+        with_keys(original.train, config.settings)
         start = 0 if part.checkpoint is None else batch_of(part.checkpoint.name) or 0
         _say_from(part, start, run)
         with tempfile.TemporaryDirectory(prefix="explain-") as scratch:
-            repetition = Repetition(part, Path(scratch, "run"), keep=bool(scores))
+            repetition = Repetition(part, Path(scratch, "run"), keep=bool(otherwise))
             ours = repetition.course.metrics
             require_equal(ours, logged, config.batch)
             other = None
-            if scores:
-                logger.info("explain: repeats them with the scores of what_if")
+            if otherwise:
+                logger.info("explain: repeats them with what is to be otherwise")
                 again = replace(part, window=range(0))
-                other = Repetition(again, Path(scratch, "what_if"), keep=True, scores=scores).course
+                other = Repetition(again, Path(scratch, "what_if"), keep=True, otherwise=otherwise).course
+                before = {batch: line for batch, line in ours.items() if batch < config.batch}
+                require_equal(other.metrics, before, config.batch)  # else its environment does not repeat by itself
         account = {
             "run": str(run),
             "batch": config.batch,
@@ -96,7 +101,7 @@ def run_explain(config: ExplainConfig) -> dict[str, Any]:
                 "compared": [batch for batch in ours if batch in logged],
             },
             **(_life_of(repetition, part, config.sample) if config.sample else {}),
-            **({} if config.sample else _taken_apart(repetition, config, scores, other)),
+            **({} if config.sample else _taken_apart(repetition, config, otherwise, other)),
         }
     _write(files, account, ours[config.batch])
     return account
@@ -119,11 +124,10 @@ def _require_answers(config: ExplainConfig, part: Part) -> None:
     most = train.batch_size * train.samples_per_prompt
     rule = f"must be of completions 1 to {most}, which a batch of {config.run!r} has"
     require((config.sample or 1) <= most, "sample", config.sample, rule)
-    require(config.sample is None or not config.what_if, "what_if", config.what_if, "must be empty with sample")
+    require(config.sample is None or not config.asks_what_if, "sample", config.sample, "must be null with what_if")
     highest = max(map(int, config.what_if), default=0)
     require(highest <= most, "what_if", config.what_if, rule)
-    rule = "must be empty for a run whose environments answered: they would be asked something else"
-    require(not config.what_if or not (part.run / EPISODES).is_file(), "what_if", config.what_if, rule)
+    require(max(config.without, default=0) <= most, "without", config.without, rule)
 
 
 def _say_from(part: Part, start: int, run: Path) -> None:
@@ -155,7 +159,7 @@ def _life_of(repetition: Repetition, part: Part, which: int) -> dict[str, Any]:
 
 
 def _taken_apart(
-    repetition: Repetition, config: ExplainConfig, scores: Mapping[int, float], other: Course | None
+    repetition: Repetition, config: ExplainConfig, otherwise: Otherwise, other: Course | None
 ) -> dict[str, Any]:
     """With as many threads as in training, for sums depend on them."""
     run, learner, update = repetition.trainer.run, repetition.trainer.learner, repetition.update
@@ -170,7 +174,7 @@ def _taken_apart(
         account["later"] = repetition.later
         repetition.later[-1]["kl_per_token"] = distance(update, experience, repetition.end, repetition.end_without).kl
         account["before"] = _ranked(repetition, experience) if repetition.without else None
-        account["what_if"] = None if other is None else _what_changes(repetition, other, experience, scores)
+        account["what_if"] = None if other is None else _what_changes(repetition, other, experience, otherwise)
     learner.optimizer.zero_grad()
     return account
 
@@ -189,14 +193,14 @@ def _ranked(repetition: Repetition, experience: Experience) -> dict[str, Any]:
     return {"norm": norm(way), "earlier": rest, "batches": rows}
 
 
-def _what_changes(was: Repetition, now: Course, experience: Experience, scores: Mapping[int, float]) -> dict[str, Any]:
+def _what_changes(was: Repetition, now: Course, experience: Experience, otherwise: Otherwise) -> dict[str, Any]:
     """How a run with other scores differs, as JSON can hold it.
 
     Args:
         was: the run as it was, with its weights.
         now: what became of it with the other scores.
         experience: the rows on which policies are compared, of the batch as it was.
-        scores: by the completions' numbers, from 1.
+        otherwise: what it has that is.
 
     Returns:
         ``changes``, by completion; ``completions_differ_from``, the first batch in which a completion is another; and
@@ -222,7 +226,11 @@ def _what_changes(was: Repetition, now: Course, experience: Experience, scores: 
         )
     scores_R = first.scores_PK.flatten()
     return {
-        "changes": [{"completion": n, "was": number(scores_R[n - 1].item()), "is": x} for n, x in scores.items()],
+        "changes": [
+            {"completion": n, "was": number(scores_R[n - 1].item()), "is": x} for n, x in otherwise.scores.items()
+        ],
+        "without": list(otherwise.without),
+        "settings": dict(otherwise.settings),
         "completions_differ_from": next((each["batch"] for each in rows if each["others"]), None),
         "batches": rows,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from async_rlhf.config.base import FOLDER, REQUIRED, Rule, configuration, key
 from async_rlhf.config.common import OfRunConfig, RepeatableConfig
@@ -11,6 +12,7 @@ _SCORES = Rule(
     lambda scores: all(re.fullmatch("[1-9][0-9]{0,11}", n) and abs(x) <= 3e38 for n, x in scores.items()),
     "must be numbers of completions, from 1 in the order of the batch, with the score of each, a finite float32",
 )
+_NUMBERS = Rule(lambda numbers: all(n > 0 for n in numbers), "must be numbers of completions, from 1")
 
 
 @configuration
@@ -35,6 +37,18 @@ class ExplainConfig(OfRunConfig, RepeatableConfig):
     together moved it. The run is repeated from a checkpoint before the first of them."""
     what_if: dict[str, float] = key({}, _SCORES)
     """Other scores: numbers of completions of the batch, as the page has them, and the score that each gets in place of
-    its own, e.g. --what_if.12 1.0. The run is repeated once more with them, up to the last of the batches after it."""
+    its own, e.g. --what_if.12 1.0. The run is repeated once more with them, up to the last of the batches after it. An
+    environment is asked anew there, so it must repeat by itself."""
+    without: list[int] = key([], _NUMBERS)
+    """What if these completions of the batch were left out: their weight in its loss is 0, that of a pair whole. The
+    others keep their credit. The run is repeated once more, as with what_if."""
+    settings: dict[str, Any] = key({})
+    """What if these keys of the objective had been others in this batch alone, e.g. --settings.cliprange 0.1, or
+    --settings '{"off_policy.importance": "masked"}'."""
     output_dir: str | None = key(None, *FOLDER, role="place")
     """Where explain-BATCH.json and explain-BATCH.txt go; null for the folder "explain" in the run's folder."""
+
+    @property
+    def asks_what_if(self) -> bool:
+        """Whether the run is to be repeated with something else."""
+        return bool(self.what_if or self.without or self.settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -12,24 +12,27 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from async_rlhf.commands.train import make_trainer
-from async_rlhf.config import ConfigError
+from async_rlhf.config import ConfigError, OnlineConfig
+from async_rlhf.config.base import require
 from async_rlhf.config.parallel import launched_ranks
 from async_rlhf.config.parsing import parse
 from async_rlhf.config.yaml_text import read_yaml
 from async_rlhf.distributed.parallel import trainable
+from async_rlhf.learner.learner import Learner
 from async_rlhf.models.context_length import with_prompt_cap
 from async_rlhf.rewards.scorer import Scorer
 from async_rlhf.run.config import RunConfig
 from async_rlhf.run.episodes import EPISODES
 from async_rlhf.run.folder import METRICS, Checkpoints
 from async_rlhf.run.record import ENVIRONMENT, RUN_FILE, first_time, starts_of, unnamed_in
+from async_rlhf.run.rollouts import sample_numbers
 from async_rlhf.run.trainer import train
 from async_rlhf.studies.explain.explanation import number
 from async_rlhf.studies.explain.omission import Omission, Omissions
 from async_rlhf.studies.explain.update import RepeatableUpdate, clones, difference, inner, norm
 from async_rlhf.studies.report.reading import json_lines
 from async_rlhf.system.errors import DiffersError
-from async_rlhf.types import Batch, ScoredBatch
+from async_rlhf.types import Batch, Experience, ScoredBatch
 
 Line: TypeAlias = dict[str, float]
 """Of metrics.jsonl, without times."""
@@ -127,6 +130,28 @@ def require_equal(ours: Mapping[int, Line], logged: Mapping[int, Line], batch: i
 
 
 @dataclass(frozen=True)
+class Otherwise:
+    """What is to be otherwise in one batch of a run that is repeated; completions are counted from 1."""
+
+    scores: Mapping[int, float] = field(default_factory=dict)
+    """Of completions."""
+    without: Sequence[int] = ()
+    """Completions whose weight in the loss is 0."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the objective, with dots."""
+
+    def __bool__(self) -> bool:
+        return bool(self.scores or self.without or self.settings)
+
+    def experience(self, experience: Experience, scored: ScoredBatch) -> Experience:
+        """The rows, without weight for those that are left out, and for the other one of a pair."""
+        rows = [row for row, number in enumerate(sample_numbers(experience, scored)) if number + 1 in self.without]
+        loss_weights_U = experience.loss_weights_U.clone()
+        loss_weights_U[[row // experience.rows_per_unit for row in rows]] = 0.0
+        return replace(experience, loss_weights_U=loss_weights_U)
+
+
+@dataclass(frozen=True)
 class Part:
     """Which batches of a run are repeated, and what for.
 
@@ -142,9 +167,9 @@ class Part:
     window: range
     """The batches that are left out in turn, up to ``batch``; empty for none."""
 
-    def config(self, scratch: Path) -> RunConfig:
+    def config(self, scratch: Path, anew: bool = False) -> RunConfig:
         """The run's configuration, to be repeated in a folder: it saves no checkpoints, and sends nothing anywhere. Its
-        environments say what they said.
+        environments say what they said, unless they are asked ``anew``.
         """
         train, replies = self.original.train, self.run / EPISODES
         changes: dict[str, Any] = {
@@ -153,7 +178,7 @@ class Part:
         changes |= {"push_to_hub": False, "report_to": [], "save_steps": 0, "logging_steps": 1, "trace": False}
         changes["rollouts"] = "logged"
         changes |= {"resume": False, "resume_from": None if self.checkpoint is None else str(self.checkpoint)}
-        if replies.is_file():
+        if replies.is_file() and not anew:
             changes["generation"] = replace(train.generation, replies_from=str(replies))
         train = replace(train, output_dir=str(scratch / "run"), **changes)
         return replace(self.original, train=with_prompt_cap(train, self.original.model))
@@ -197,6 +222,21 @@ def share(missing: Sequence[Tensor], way: Sequence[Tensor]) -> float | None:
     return inner(missing, way) / length if length else None
 
 
+def with_keys(config: Any, keys: Mapping[str, Any]) -> Any:
+    """A configuration with other values of keys of its objective, with dots.
+
+    Raises:
+        ConfigError: a key is not one of the objective, or its value is none.
+    """
+    own = {item.name for item in fields(type(config))} - {item.name for item in fields(OnlineConfig)}
+    for name, value in keys.items():
+        group, _, inner = name.partition(".")
+        rule = f"must be keys of the objective: {', '.join(sorted(own))}"
+        require(group in own, "settings", name, rule)
+        config = replace(config, **{group: replace(getattr(config, group), **{inner: value}) if inner else value})
+    return config
+
+
 class Course(NamedTuple):
     """What became of a run from a batch on, by the number of the batch."""
 
@@ -215,7 +255,7 @@ class Repetition(TrainerCallback):
         part: what of a run.
         scratch: a folder that is not there yet.
         keep: whether the weights after each batch are kept.
-        scores: other scores of completions of the batch, which are counted from 1 in its order.
+        otherwise: what is to be otherwise in the batch, where environments are asked anew.
 
     Raises:
         RepetitionDiffersError: a callback has stopped the run before the batch.
@@ -228,11 +268,10 @@ class Repetition(TrainerCallback):
     """The policy after the last batch that was repeated, and what it would be without the gradient of this one."""
     _own: Omission
 
-    def __init__(
-        self, part: Part, scratch: Path, keep: bool = False, scores: Mapping[int, float] | None = None
-    ) -> None:
+    def __init__(self, part: Part, scratch: Path, keep: bool = False, otherwise: Otherwise | None = None) -> None:
         scratch.mkdir()
-        config = part.config(scratch)
+        self._otherwise = otherwise or Otherwise()
+        config = part.config(scratch, anew=bool(otherwise))
         self._part, self._keep = part, keep
         self.trainer = make_trainer(config)
         self._omissions = Omissions(self.trainer.learner)
@@ -248,7 +287,7 @@ class Repetition(TrainerCallback):
         self.later: list[dict[str, Any]] = []
         """For each batch from this one on, how far the weights are from those without the gradient of this one:
         ``size`` in norms of this batch's step, and ``share`` of the way since before it."""
-        witness = _Witness(self.trainer.run.scorer, part.batch, scores or {})
+        witness = self._witness = _Witness(self.trainer.run.scorer, part.batch, self._otherwise.scores)
         self.trainer.add_callback(self)
         train(replace(self.trainer.run, scorer=cast(Scorer, witness)))
         self._omissions.followed = []
@@ -271,6 +310,8 @@ class Repetition(TrainerCallback):
             self.update = RepeatableUpdate(self.trainer.learner, batch)
             self._own = self._omissions.follow(range(batch, batch + 1))
             self._note(batch - 1)
+            if self._otherwise:
+                self._change(self.trainer.learner)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After the update."""
@@ -278,6 +319,8 @@ class Repetition(TrainerCallback):
         if batch < self._part.batch:
             return
         if batch == self._part.batch:
+            vars(self.trainer.learner).pop("annotate", None)
+            self.trainer.learner.config = self.trainer.args
             self.after = clones(self._policy)
             self.without = [(each.batches, each.weights(self._policy)) for each in self._window]
             self._window, self._omissions.followed = [], [self._own]
@@ -286,6 +329,17 @@ class Repetition(TrainerCallback):
         size = norm(missing) / (norm(self.update.step_to(self.after)) or math.nan)
         self.later.append({"batch": batch, "size": number(size), "share": share(missing, way)})
         control.should_training_stop = control.should_training_stop or batch == self._part.last
+
+    def _change(self, learner: Learner) -> None:
+        """Have the learner see this batch with what is to be otherwise."""
+        annotate = learner.annotate
+        learner.config = with_keys(learner.config, self._otherwise.settings)
+
+        def changed(scored: ScoredBatch) -> tuple[Experience, dict[str, float]]:
+            experience, metrics = annotate(scored)
+            return self._otherwise.experience(experience, scored), metrics
+
+        vars(learner)["annotate"] = changed
 
     def _note(self, batch: int) -> None:
         if self._keep:
