@@ -7,51 +7,22 @@ type and default, and :func:`key` adds rules and a role. Everything else that is
 from __future__ import annotations
 
 import dataclasses
-import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING
-from functools import cache, wraps
-from itertools import chain, repeat
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-    overload,
-)
+from typing import Any, Literal, NamedTuple, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
 from async_rlhf.config.errors import ConfigError, problem_of_text, require, shown
 from async_rlhf.config.secrets import HIDDEN, is_secret
 from async_rlhf.config.spelling import dotted, meant
-
-Kind = TypeVar("Kind")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts(key)
-            yield from _texts(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _texts(each)
-
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, validate_default=True, arbitrary_types_allowed=True
@@ -59,17 +30,9 @@ _STRICT = ConfigDict(
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(tuple[kind], config=_STRICT)  # in a tuple, as a dataclass alone does not take a configuration
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a key's type."""
-    try:
-        _adapter(kind).validate_python((value,))
-    except ValidationError:
-        return False
-    return True
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """What makes configurations of a class, or checks the values of a key."""
+    return TypeAdapter(kind, config=None if dataclasses.is_dataclass(kind) else _STRICT)
 
 
 _SEVERAL = {"an integer": "integers", "a finite number": "finite numbers", "a string": "strings"}
@@ -208,54 +171,16 @@ hints_of: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 """The types of a configuration's fields, by name; evaluated once for each class, as a run makes many of them."""
 
 
-@overload
-def configuration(kind: type[Kind], /) -> type[Kind]: ...
-
-
-@overload
-def configuration(*, kw_only: bool = False) -> Callable[[type[Kind]], type[Kind]]: ...
-
-
 @dataclass_transform(frozen_default=True)
-def configuration(kind: type[Kind] | None = None, /, *, kw_only: bool = False) -> Any:
-    """A frozen dataclass of keys, whose types pydantic checks. ``name = key(value)``, without a type, gives a key of a
-    class above another default; the rest of what is said of it stays, unless that is said again.
-
-    Raises:
-        ConfigError: when one is made, by a value of another type, or with a key that it has not.
-    """
-
-    def decorate(kind: type[Kind]) -> type[Kind]:
-        _define_again(kind)
-        made: Any = dataclass(frozen=True, kw_only=kw_only, config=_STRICT)(kind)
-        validated = made.__init__
-        order = [item.name for item in dataclasses.fields(made) if item.init and not item.kw_only]
-
-        @wraps(validated)
-        def checked_init(self: Any, *arguments: Any, **named: Any) -> None:
-            kinds = hints_of(type(self))
-            positional = [
-                _as_list(value, kinds.get(name))
-                for name, value in zip(chain(order, repeat("")), arguments, strict=False)
-            ]
-            by_name = {name: _as_list(value, kinds.get(name)) for name, value in named.items()}
-            try:
-                validated(self, *positional, **by_name)
-            except ValidationError as error:
-                failure = _of_key(type(self), error, positional, by_name)
-                raise failure from failure.__cause__
-
-        made.__init__ = checked_init
-        return made
-
-    return decorate if kind is None else decorate(kind)
+def configuration(kind: Any = None, /, *, kw_only: bool = False) -> Any:
+    """A frozen dataclass of keys. A class of the user's own may as well have ``@dataclass(frozen=True)``."""
+    return dataclasses.dataclass(kind, frozen=True, kw_only=kw_only)
 
 
 def _define_again(kind: type) -> None:
     """Make fields of the keys of classes above that a class gives another default, without a type."""
-    bases: list[Any] = [base for base in kind.__mro__[1:] if dataclasses.is_dataclass(base)]
     for name, value in [*vars(kind).items()]:
-        above = next((base for base in bases if name in base.__dataclass_fields__), None)
+        above: Any = next((b for b in kind.__mro__[1:] if name in getattr(b, "__dataclass_fields__", ())), None)
         if above is None or name in kind.__annotations__:
             continue
         item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
@@ -267,10 +192,28 @@ def _define_again(kind: type) -> None:
 
 
 def _as_list(value: Any, kind: Any) -> Any:
-    if type(value) is tuple and not fits(value, kind):
+    if isinstance(value, tuple) and not any(get_origin(each) is tuple for each in (kind, *get_args(kind))):
         return list(value)
     # One name stands for a list of it.
     return [value] if isinstance(value, str) and kind == list[str] else value
+
+
+def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Exception:
+    """The first of pydantic's errors as one of ours."""
+    first = error.errors(include_url=False)[0]
+    context = first.get("ctx", {})
+    if isinstance(context.get("error"), Exception):  # of a class's own checks
+        return context["error"]
+    name = str(first["loc"][0])
+    if name not in hints_of(kind):
+        return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, [*_dotted_names(kind)], '')}")
+    if first["type"] == "missing" and name not in values:
+        return ConfigError(f"{name}: must be given")
+    value = values[name] if name in values else default_of(kind, name)
+    known = kind.__dataclass_fields__[name].metadata
+    bound = next((bound for bound in _BOUNDS if bound in context), None)
+    rule = f"must be {spelt(hints_of(kind)[name])}" if bound is None else right_of(bound, known)
+    return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {rule}")
 
 
 def _dotted_names(kind: Any) -> Iterator[str]:
@@ -282,52 +225,46 @@ def _dotted_names(kind: Any) -> Iterator[str]:
         yield from (item.name, *(f"{item.name}.{name}" for name in inner))
 
 
-def _of_key(kind: Any, error: ValidationError, arguments: Sequence[Any], named: Mapping[str, Any]) -> Exception:
-    """The first of pydantic's errors as one of ours."""
-    first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Exception):  # of a class's own checks
-        return cause
-    if not first["loc"]:
-        return TypeError(f"{kind.__name__}: {first['msg']}")
-    location, names = first["loc"][0], [item.name for item in dataclasses.fields(kind)]
-    if isinstance(location, int):
-        positional = [item.name for item in dataclasses.fields(kind) if not item.kw_only]
-        if location >= len(positional):
-            return TypeError(f"{kind.__name__} takes {len(positional)} values without names; got {len(arguments)}")
-        name, value = positional[location], arguments[location]
-    else:
-        name = str(location)
-        value = named[name] if name in named else default_of(kind, name) if name in names else None
-    if name not in names:
-        return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, [*_dotted_names(kind)], '')}")
-    if first["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
-        return ConfigError(f"{name}: must be given")
-    if first["type"] == "multiple_argument_values":
-        return TypeError(f"{kind.__name__}: {name} is given twice")
-    bound = next((bound for bound in _BOUNDS if bound in first.get("ctx", {})), None)
-    known = kind.__dataclass_fields__[name].metadata
-    rule = f"must be {spelt(hints_of(kind)[name])}" if bound is None else right_of(bound, known)
-    return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {rule}")
-
-
 class Checked:
-    """Base of the frozen configs: pydantic checks types, then come the rules of each key; subclasses add checks of
-    several.
+    """Base of the configurations, which are dataclasses that pydantic makes: it checks types and bounds, then come the
+    rules of each key; subclasses add checks of several.
+
+    ``name = key(value)``, without a type, gives a key of a class above another default; the rest of what is said of it
+    stays, unless that is said again.
+
+    Raises:
+        ConfigError: when one is made, by a value of another type, or with a key that it has not.
     """
 
+    __pydantic_config__ = _STRICT
     _group = ""
     """Prefix of key names in errors."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Of its own, so that the decorator of the standard library writes none, which would check nothing.
+        cls.__init__ = vars(cls).get("__init__", Checked.__init__)  # type: ignore[method-assign]
+        _define_again(cls)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        kind: Any = type(self)
+        order = [item.name for item in dataclasses.fields(kind) if item.init and not item.kw_only]
+        if len(arguments) > len(order):
+            raise TypeError(f"{kind.__name__} takes {len(order)} values without names; got {len(arguments)}")
+        given = dict(**dict(zip(order, arguments, strict=False)), **named)
+        values = {name: _as_list(value, hints_of(kind).get(name)) for name, value in given.items()}
+        try:
+            adapter(kind).validator.validate_python(values, self_instance=self)
+        except ValidationError as error:
+            failure = _told(kind, error, values)
+            raise failure from failure.__cause__
+
     def __post_init__(self) -> None:
-        is_foreign = not is_pydantic_dataclass(type(self))
         for item in dataclasses.fields(typing.cast(Any, self)):
-            if is_foreign and item.init:
-                self._require_kind(item)
             value = getattr(self, item.name)
             counts = not isinstance(value, int) or abs(value) <= _LARGEST
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")
-            problem = next(filter(None, map(problem_of_text, _texts(value))), None)
+            problem = problem_of_text(value) if isinstance(value, str) else None
             require(problem is None, item.name, value, str(problem))
             for rule in item.metadata.get("rules", ()) if value is not None else ():
                 try:
@@ -336,14 +273,6 @@ class Checked:
                     holds, text = False, f"must name a folder: {error}"
                 self.require(holds, item.name, text)
         self.check()
-
-    def _require_kind(self, item: dataclasses.Field[Any]) -> None:
-        """Type and bounds of a key of a user's own class, whose decorator is the standard library's."""
-        value, kind = getattr(self, item.name), hints_of(type(self))[item.name]
-        self.require(fits(_as_list(value, kind), kind), item.name, f"must be {spelt(kind)}")
-        for bound in _BOUNDS.keys() & item.metadata.keys() if isinstance(value, (int, float)) else ():
-            holds = getattr(operator, bound)(value, item.metadata[bound])
-            self.require(holds, item.name, right_of(bound, item.metadata))
 
     @classmethod
     def with_all_keys(cls, value: Callable[[str], Any]) -> type[Checked]:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import yaml
+from pydantic import ValidationError
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, fields_of, fits, hints_of, require, rights_of, spelt
+from async_rlhf.config.base import Checked, ConfigError, adapter, fields_of, hints_of, require, rights_of, spelt
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
@@ -255,14 +256,14 @@ def converted(key: str, value: Any, hint: Any, is_text: bool) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if isinstance(value, str):
         value = _of_text(key, value, hint, kinds, is_text)
-    if float in kinds and int not in kinds and type(value) is int and abs(value) <= 10**300:
-        value = float(value)
     if hint == list[str] and isinstance(value, str):  # one name stands for a list of it
         value = [value]
     if get_origin(hint) is list and isinstance(value, list):
         value = [converted(key, each, get_args(hint)[0], False) for each in value]
-    require(fits(value, hint), key, value, f"must be {spelt(hint)}")
-    return value
+    try:
+        return adapter(hint).validate_python(value)
+    except ValidationError:
+        require(False, key, value, f"must be {spelt(hint)}")
 
 
 def _of_text(key: str, text: str, hint: Any, kinds: Sequence[Any], is_text: bool) -> Any:
