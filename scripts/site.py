@@ -28,8 +28,7 @@ from pygments.token import Name
 
 import async_rlhf
 from async_rlhf.commands.table import COMMANDS, import_attribute
-from async_rlhf.config.base import spelt
-from async_rlhf.config.parsing import options_of, texts_of
+from async_rlhf.config.base import options_of, spelt, texts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {

@@ -6,8 +6,12 @@ type and default, and :func:`key` adds rules and a role. Everything else that is
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -132,11 +136,6 @@ def right_of(bound: str, known: Mapping[str, Any]) -> str:
     return f"must be {_BOUNDS[bound].format(known[bound])}{why}"
 
 
-def rights_of(known: Mapping[str, Any]) -> list[str]:
-    """What is right by all that :func:`key` was given."""
-    return [*(right_of(bound, known) for bound in _BOUNDS if bound in known), *(r.text for r in known.get("rules", ()))]
-
-
 def _no_file(value: str) -> bool:
     path = Path(value).expanduser()
     return path.is_dir() or not path.exists()
@@ -191,7 +190,8 @@ def _define_again(kind: type) -> None:
         kind.__annotations__[name] = hints_of(above)[name]
 
 
-def _as_list(value: Any, kind: Any) -> Any:
+def as_list(value: Any, kind: Any) -> Any:
+    """A value as a list where the key's type is one."""
     if isinstance(value, tuple) and not any(get_origin(each) is tuple for each in (kind, *get_args(kind))):
         return list(value)
     # One name stands for a list of it.
@@ -206,7 +206,9 @@ def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Excep
         return context["error"]
     name = str(first["loc"][0])
     if name not in hints_of(kind):
-        return ConfigError(f"{name}: {kind.__name__} has no such key{meant(name, [*_dotted_names(kind)], '')}")
+        return ConfigError(
+            f"{name}: {kind.__name__} has no such key{meant(name, [option.key for option in options_of(kind)], '')}"
+        )
     if first["type"] == "missing" and name not in values:
         return ConfigError(f"{name}: must be given")
     value = values[name] if name in values else default_of(kind, name)
@@ -214,15 +216,6 @@ def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Excep
     bound = next((bound for bound in _BOUNDS if bound in context), None)
     rule = f"must be {spelt(hints_of(kind)[name])}" if bound is None else right_of(bound, known)
     return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {rule}")
-
-
-def _dotted_names(kind: Any) -> Iterator[str]:
-    """The keys of a class and of its groups."""
-    hints = hints_of(kind)
-    for item in dataclasses.fields(kind):
-        hint = hints[item.name]
-        inner = _dotted_names(hint) if isinstance(hint, type) and issubclass(hint, Checked) else ()
-        yield from (item.name, *(f"{item.name}.{name}" for name in inner))
 
 
 class Checked:
@@ -252,7 +245,7 @@ class Checked:
         if len(arguments) > len(order):
             raise TypeError(f"{kind.__name__} takes {len(order)} values without names; got {len(arguments)}")
         given = dict(**dict(zip(order, arguments, strict=False)), **named)
-        values = {name: _as_list(value, hints_of(kind).get(name)) for name, value in given.items()}
+        values = {name: as_list(value, hints_of(kind).get(name)) for name, value in given.items()}
         try:
             adapter(kind).validator.validate_python(values, self_instance=self)
         except ValidationError as error:
@@ -299,6 +292,76 @@ def fields_of(kind: Any) -> list[dataclasses.Field[Any]]:
     return sorted(dataclasses.fields(kind), key=lambda item: bool(item.kw_only))
 
 
+class Option(NamedTuple):
+    """A key that can be set, and what the help says of it."""
+
+    key: str
+    """With dots."""
+    hint: Any
+    default: Any
+    """MISSING if it must be set."""
+    known: Mapping[str, Any]
+    """What :func:`key` was told."""
+    owner: Any
+    """The class that has it."""
+
+    @property
+    def text(self) -> str:
+        """The text below the field."""
+        return texts_of(self.owner).get(self.key.rpartition(".")[2], "")
+
+    @property
+    def more(self) -> str:
+        """Its rules, role, and what may change on resume."""
+        rules = [right_of(bound, self.known) for bound in _BOUNDS if bound in self.known]
+        rules += [rule.text for rule in self.known.get("rules", ())]
+        rules = [rule.partition(": ")[0].removeprefix("must be ") for rule in rules if rule.startswith("must be ")]
+        text = f" Must be {' and '.join(rules)}." if rules else ""
+        text += f" [{self.known['role']}]" if self.known.get("role", "result") != "result" else ""
+        for name, title in (("may_change", "may change on resume"), ("must_stay", "must stay on resume")):
+            text += f" [{title}: {self.known[name]}]" if self.known.get(name) else ""
+        return text
+
+
+def options_of(kind: Any, prefix: str = "", instance: Any = None) -> Iterator[Option]:
+    """Every key of a configuration.
+
+    Args:
+        kind: its class.
+        prefix: of the keys, with its dot.
+        instance: one of them, whose values are the defaults; None for those of the class.
+    """
+    for item in fields_of(kind):
+        hint, key = hints_of(kind)[item.name], f"{prefix}{item.name}"
+        usual = default(item) if instance is None else getattr(instance, item.name)
+        if is_group(hint):
+            yield from options_of(hint, f"{key}.", None if usual is MISSING else usual)
+        else:
+            yield Option(key, hint, usual, item.metadata, kind)
+
+
+def is_group(hint: Any) -> bool:
+    """Whether the type of a key says that it has keys of its own."""
+    return isinstance(hint, type) and issubclass(hint, Checked)
+
+
+@cache
+def texts_of(kind: type) -> dict[str, str]:
+    """The text below each field, of this class and those that it is made of. (pydantic's use_attribute_docstrings
+    reads fields with a type alone, and not those of the classes above.)"""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            body: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, TypeError, SyntaxError):  # no source of its own, as of a class made while the program runs
+            continue
+        for item, below in itertools.pairwise(body.body):
+            match item, below:
+                case (ast.AnnAssign(ast.Name(name)) | ast.Assign([ast.Name(name)]), ast.Expr(ast.Constant(str(text)))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
 def known_of(config: Any, name: str) -> Mapping[str, Any]:
     """What :func:`key` says about the field with a dotted name; empty if it says nothing or there is no such field."""
     first, _, rest = name.partition(".")
@@ -330,11 +393,15 @@ def without_gpu(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {name: meant[name] if name in open_ else value for name, value in values.items()}
 
 
+def default(item: dataclasses.Field[Any]) -> Any:
+    """What a field is if nobody sets it; MISSING if it must be set."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 @cache
 def _default(kind: Any, name: str) -> Any:
-    """Of a field: made once, as a group's is costly. Nobody may change it."""
-    item = kind.__dataclass_fields__[name]
-    return item.default if item.default_factory is MISSING else item.default_factory()
+    """The same, made once, as a group's is costly. Nobody may change it."""
+    return default(kind.__dataclass_fields__[name])
 
 
 def default_of(config: Any, name: str) -> Any:

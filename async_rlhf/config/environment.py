@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -43,9 +42,3 @@ def checked_environment(values: Any) -> dict[str, str]:
         require(plain, f"{KEY}.{name}", value, "must be text on one line, a number, or true or false")
         variables[name] = str(value).lower() if isinstance(value, bool) else str(value)
     return variables
-
-
-def export(variables: Mapping[str, str]) -> None:
-    """Set what the environment does not have yet."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)

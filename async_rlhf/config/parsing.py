@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
 import os
 import re
@@ -15,15 +12,26 @@ import textwrap
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import Checked, ConfigError, adapter, fields_of, hints_of, require, rights_of, spelt
+from async_rlhf.config.base import (
+    Checked,
+    ConfigError,
+    Option,
+    adapter,
+    as_list,
+    default,
+    hints_of,
+    is_group,
+    options_of,
+    require,
+    spelt,
+)
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
@@ -33,54 +41,6 @@ Config = TypeVar("Config", bound=Checked)
 FLAGS = ("--help", "--help-all")
 FEW = 15
 """A command with at most so many keys has all of them in its short help."""
-
-
-class Option(NamedTuple):
-    """A key that can be set, and what the help says of it."""
-
-    key: str
-    """With dots."""
-    hint: Any
-    default: Any
-    """MISSING if it must be set."""
-    known: Mapping[str, Any]
-    """What :func:`~async_rlhf.config.base.key` was told."""
-    owner: Any
-    """The class that has it."""
-
-    @property
-    def text(self) -> str:
-        """The text below the field."""
-        return str(texts_of(self.owner).get(self.key.rpartition(".")[2], ""))
-
-    @property
-    def more(self) -> str:
-        """Its rules, role, and what may change on resume."""
-        rules = [rule.partition(": ")[0] for rule in rights_of(self.known)]
-        rules = [rule.removeprefix("must be ") for rule in rules if rule.startswith("must be ")]
-        text = f" Must be {' and '.join(rules)}." if rules else ""
-        text += f" [{self.known['role']}]" if self.known.get("role", "result") != "result" else ""
-        for name, title in (("may_change", "may change on resume"), ("must_stay", "must stay on resume")):
-            text += f" [{title}: {self.known[name]}]" if self.known.get(name) else ""
-        return text
-
-
-def options_of(kind: type[Checked], prefix: str = "", instance: Any = None) -> Iterator[Option]:
-    """Every key of a configuration.
-
-    Args:
-        kind: its class.
-        prefix: of the keys, with its dot.
-        instance: one of them, whose values are the defaults; None for those of the class.
-    """
-    hints = hints_of(kind)
-    for item in fields_of(kind):
-        hint, key = hints[item.name], f"{prefix}{item.name}"
-        default = _default(item) if instance is None else getattr(instance, item.name)
-        if _is_group(hint):
-            yield from options_of(hint, f"{key}.", None if default is MISSING else default)
-        else:
-            yield Option(key, hint, default, item.metadata, kind)
 
 
 def variable_of(key: str) -> str:
@@ -104,15 +64,16 @@ def parse(
         ConfigError: an unknown key, a wrong type or an impossible value; names the key and what would be right.
     """
     config_file, words = take_config_file(arguments)
-    read = {} if config_file is None else _mapping(read_yaml(config_file, "--config"), config_file)
+    read = None if config_file is None else read_yaml(config_file, "--config")
+    require(read is None or isinstance(read, dict), f"--config: {config_file!r}", read, "must be keys and their values")
+    read = read or {}
     environment.checked_environment(read.get(environment.KEY))
     whole = kind.with_all_keys(lambda key: _early(key, words, read))
     if set(FLAGS) & set(words) or "-h" in words:
-        print(long_help(whole, command) if "--help-all" in words else short_help(whole, command))
+        print(help_of(whole, command, "--help-all" in words))
         sys.exit(0)
     places = {} if config_file is None or translated else _places(config_file)
-    known = {option.key: option.hint for option in options_of(whole)}
-    values = _Values(known, command)
+    values = _Values(whole, command)
     try:
         values.put(read, location=lambda key: f"{places.get(key, 'the file')}: ")
         values.put_environment()
@@ -123,53 +84,47 @@ def parse(
         raise _placed(error, places, words) from error.__cause__
     except (TypeError, ValueError, OverflowError, RecursionError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    if export:
-        environment.export(variables)
+    for name, value in variables.items() if export else ():
+        os.environ.setdefault(name, value)
     shown = without_secrets(dataclasses.asdict(config), HIDDEN)  # type: ignore[call-overload]
     return config, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+
+
+class _Text(str):
+    """Of an option or a variable, which is YAML unless the key can be a text."""
 
 
 class _Values:
     """The values of keys, as they are set one after the other; only the last one of each has to be right."""
 
-    def __init__(self, known: Mapping[str, Any], command: str) -> None:
-        self._options = {**known, environment.KEY: dict[str, Any]}
-        self.groups = {key[:at] for key in self._options for at, sign in enumerate(key) if sign == "."}
+    def __init__(self, kind: type[Checked], command: str) -> None:
+        self._options = {option.key: option.hint for option in options_of(kind)} | {environment.KEY: dict[str, Any]}
+        self._groups = {key[:at] for key in self._options for at, sign in enumerate(key) if sign == "."}
         self._command = command
-        self._found: dict[str, tuple[Any, bool]] = {}
-        """Each as it is written, and whether that is a text that stands for it."""
+        self._found: dict[str, Any] = {}
 
     def get(self, key: str) -> Any:
         """The value of a key; None if it is not set."""
-        value, is_text = self._found.get(key, (None, False))
-        return converted(key, value, self._options[key], is_text) if key in self._found else None
+        return _converted(key, self._found[key], self._options[key]) if key in self._found else None
 
-    def put(
-        self,
-        values: Mapping[str, Any],
-        prefix: str = "",
-        is_text: bool = False,
-        location: Callable[[str], str] = lambda key: "",
-    ) -> None:
+    def put(self, values: Mapping[str, Any], prefix: str = "", location: Callable[[str], str] = lambda key: "") -> None:
         """Set keys of a mapping that has groups as mappings, as a file has; errors of unknown keys name the place."""
         for name, value in values.items():
             key = f"{prefix}{name}"
             if key in self._options:
-                self._found[key] = value, is_text
-                continue
-            if key not in self.groups:
+                self._found[key] = value
+            elif key in self._groups:
+                value = parse_yaml(value, key) if isinstance(value, _Text) else value
+                require(isinstance(value, Mapping), key, value, "must be a group of keys and their values")
+                self.put(value, f"{key}.", location)
+            else:
                 shown, nearest = key if key.isprintable() else repr(key), meant(key, self._options, "")
                 raise ConfigError(f"{shown}: {location(key)}async-rlhf {self._command} has no such key{nearest}")
-            value = parse_yaml(value, key) if is_text else value
-            require(isinstance(value, Mapping), key, value, "must be a group of keys and their values")
-            self.put(value, f"{key}.", location=location)
 
     def put_environment(self) -> None:
         """Set keys by variables. A variable with our prefix that sets no key is misspelt, and warned of."""
-        known = {variable_of(key): key for key in (*sorted(self.groups), *self._options)}  # the innermost wins
-        for name, key in known.items():
-            if name in os.environ:
-                self.put({key: os.environ[name]}, is_text=True)
+        known = {variable_of(key): key for key in (*sorted(self._groups), *self._options)}  # the innermost wins
+        self.put({key: _Text(os.environ[name]) for name, key in known.items() if name in os.environ})
         for name in os.environ.keys() - known.keys() - {f"{ENVIRONMENT_PREFIX}_CACHE", API_KEY_VARIABLE}:
             if name.startswith(f"{ENVIRONMENT_PREFIX}_"):
                 text = f"warning: the environment variable {name} sets no option of async-rlhf {self._command}"
@@ -178,43 +133,40 @@ class _Values:
     def put_words(self, words: Sequence[str]) -> None:
         """Set keys by ``--key value`` and ``--key=value``. Of a list each word is one element, or all as YAML."""
         begun: set[str] = set()
+        kept = {
+            name: hint
+            for name, hint in self._options.items()
+            if any(get_origin(each) is dict for each in (hint, *get_args(hint)))
+        }
         for key, text in _pairs(words, {name for name, hint in self._options.items() if hint is bool}):
             name, added = key.removesuffix("+"), key.endswith("+")
-            free = next((stem for stem in self._options if key.startswith(f"{stem}.") and self._is_free(stem)), None)
-            if free is None and name not in {*self._options, *self.groups}:
+            free = next((stem for stem in kept if key.startswith(f"{stem}.")), None)
+            if free is not None:  # a key below one that holds keys of any name, as ``models`` does
+                value = text if get_args(kept[free])[-1] is str else parse_yaml(text, f"--{key}")
+                self.put({free: _with(self.get(free), key[len(free) + 1 :].split("."), value)})
+            elif name not in {*self._options, *self._groups}:
                 option = f"--{name}" if name.isprintable() else repr(f"--{name}")
                 nearest = meant(name, self._options, "--")
                 raise ConfigError(f"{option}: async-rlhf {self._command} has no such option{nearest}")
-            if free is not None:  # a key below one that holds keys of any name
-                value = text if get_args(self._options[free])[-1] is str else parse_yaml(text, f"--{key}")
-                self.put({free: _with(self.get(free), key[len(free) + 1 :].split("."), value)})
             elif get_origin(self._options.get(name)) is not list or (not added and (text[:1] == "[" or text == "null")):
-                self.put({key: text}, is_text=True)
+                self.put({key: _Text(text)})
             else:
                 more = parse_yaml(text, f"--{key}") if text.startswith("[") else [text]
                 self.put({name: [*((self.get(name) or []) if added or name in begun else []), *more]})
                 begun.add(name)
 
-    def _is_free(self, name: str) -> bool:
-        """Whether a key holds keys of any name, as ``models`` does."""
-        hint = self._options[name]
-        return any(get_origin(kind) is dict for kind in (hint, *get_args(hint)))
-
     def arguments(self, kind: type[Checked], prefix: str = "") -> dict[str, Any]:
         """What the class is called with: keys that are set, and groups of which one is set."""
         made: dict[str, Any] = {}
-        hints = hints_of(kind)
         for item in dataclasses.fields(kind):  # type: ignore[arg-type]
-            key, default = f"{prefix}{item.name}", _default(item)
-            if _is_group(hint := hints[item.name]):
+            key, hint, usual = f"{prefix}{item.name}", hints_of(kind)[item.name], default(item)
+            if is_group(hint):
                 inner = self.arguments(hint, f"{key}.")
-                if default is MISSING:
-                    made[item.name] = hint(**inner)
-                elif inner:
-                    made[item.name] = dataclasses.replace(default, **inner)
+                if inner or usual is MISSING:
+                    made[item.name] = hint(**inner) if usual is MISSING else dataclasses.replace(usual, **inner)
             elif key in self._found:
                 made[item.name] = self.get(key)
-            elif default is MISSING:
+            elif usual is MISSING:
                 raise ConfigError(f"{key}: must be given")
         return made
 
@@ -241,97 +193,52 @@ def _pairs(words: Sequence[str], switches: Collection[str]) -> Iterator[tuple[st
         yield key[2:], value
 
 
-def converted(key: str, value: Any, hint: Any, is_text: bool) -> Any:
-    """A value of the key's type.
-
-    Args:
-        key: with dots, for errors.
-        value: as a file says it, or its text.
-        hint: the type.
-        is_text: whether it is the text of an option or a variable, which is YAML unless the key can be a text.
+def _converted(key: str, value: Any, hint: Any) -> Any:
+    """A value of the key's type, of a value as a file says it, or of its text.
 
     Raises:
         ConfigError: it is not of the type.
     """
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if isinstance(value, str):
-        value = _of_text(key, value, hint, kinds, is_text)
-    if hint == list[str] and isinstance(value, str):  # one name stands for a list of it
-        value = [value]
+        value = _of_text(key, value, hint)
     if get_origin(hint) is list and isinstance(value, list):
-        value = [converted(key, each, get_args(hint)[0], False) for each in value]
+        value = [_converted(key, each, get_args(hint)[0]) for each in value]
     try:
-        return adapter(hint).validate_python(value)
+        return adapter(hint).validate_python(as_list(value, hint))
     except ValidationError:
         require(False, key, value, f"must be {spelt(hint)}")
 
 
-def _of_text(key: str, text: str, hint: Any, kinds: Sequence[Any], is_text: bool) -> Any:
+def _of_text(key: str, text: str, hint: Any) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if text in (option for kind in kinds if get_origin(kind) is Literal for option in get_args(kind)):
-        return text
-    if is_text and text in ("null", "Null", "NULL", "~") and type(None) in kinds:
+        return str(text)
+    if isinstance(text, _Text) and text in ("null", "Null", "NULL", "~") and type(None) in kinds:
         return None
+    is_yaml = bool(text) and (bool in kinds or (isinstance(text, _Text) and str not in kinds))
     if {int, float} & set(kinds):
-        require(not any(map(str.isdigit, text)) or reads_as_number(text), key, text, "must be a number")
-        return _number(text) if reads_as_number(text) else text
-    written = (is_text and str not in kinds) or bool in kinds
-    return parse_yaml(text, key) if written and text else text
+        is_yaml = reads_as_number(text)
+        require(is_yaml or not any(map(str.isdigit, text)), key, text, "must be a number")
+    return parse_yaml(text, key) if is_yaml else str(text)
 
 
-def _number(text: str) -> int | float:
-    try:
-        return int(text, 0)
-    except ValueError:
-        return float(text)
-
-
-def _is_group(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Checked)
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
-
-
-@cache
-def texts_of(kind: type) -> dict[str, str]:
-    """The text below each field, of this class and those that it is made of."""
-    texts: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError, SyntaxError):  # no source of its own, as of a class made while the program runs
-            continue
-        for item, below in itertools.pairwise(getattr(body, "body", ())):
-            text = getattr(getattr(below, "value", None), "value", None) if isinstance(below, ast.Expr) else None
-            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
-            if isinstance(target, ast.Name) and isinstance(text, str):
-                texts[target.id] = " ".join(text.split())
-    return texts
-
-
-def short_help(kind: type[Checked], command: str) -> str:
-    """The help of the keys that matter most, in groups; of all keys where a command has few.
+def help_of(kind: type[Checked], command: str, whole: bool) -> str:
+    """The help of all keys, with their rules and roles; or, where there are many, of those that matter most, in groups.
 
     Those that matter have a title: ``key(..., main="the title")``.
     """
     options = list(options_of(kind))
-    titles = [option.known["main"] for option in options if option.known.get("main")]
-    if not titles or len(options) <= FEW:
-        return long_help(kind, command)
-    lines = [*_head(kind, command), ""]
-    for title in sorted(dict.fromkeys(titles), key=lambda title: title == "output"):
-        lines.append(f"{title}:")
-        for option in (option for option in options if option.known.get("main") == title):
-            lines += _explained(option, re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", option.text)[0])
-        lines.append("")
-    return "\n".join([*lines, f"async-rlhf {command} --help-all explains all {len(options)} keys."])
-
-
-def long_help(kind: type[Checked], command: str) -> str:
-    """The help of all keys, with their rules and roles."""
-    lines = [*_head(kind, command), ""]
-    for option in options_of(kind):
+    titles = dict.fromkeys(option.known["main"] for option in options if option.known.get("main"))
+    summary = " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())
+    lines = [f"usage: async-rlhf {command} [--config FILE.yml] [--key value ...] [--dry-run]", "", summary, ""]
+    if titles and len(options) > FEW and not whole:
+        for title in sorted(titles, key=lambda title: title == "output"):
+            lines.append(f"{title}:")
+            for option in (option for option in options if option.known.get("main") == title):
+                lines += _explained(option, re.split(r"(?<=\w\w[.:]) +(?=[A-Z])", option.text)[0])
+            lines.append("")
+        return "\n".join([*lines, f"async-rlhf {command} --help-all explains all {len(options)} keys."])
+    for option in options:
         lines += _explained(option, f"{option.text}{option.more}")
     lines += _explained(Option(environment.KEY, dict, {}, {}, None), environment.EXPLAINED)
     end = (
@@ -341,11 +248,6 @@ def long_help(kind: type[Checked], command: str) -> str:
         "value, and a run can be resumed with one."
     )
     return "\n".join([*lines, "", *textwrap.wrap(end, _width())])
-
-
-def _head(kind: type[Checked], command: str) -> list[str]:
-    usage = f"usage: async-rlhf {command} [--config FILE.yml] [--key value ...] [--dry-run]"
-    return [usage, "", " ".join((kind.__doc__ or "").split("\n\n")[0].replace("``", "").split())]
 
 
 def _explained(option: Option, text: str) -> list[str]:
@@ -392,27 +294,24 @@ def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[s
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The file after the last ``--config``, and all other words."""
-    rest, file = [], None
-    words = iter(arguments)
-    for word in words:
-        if word == "--config" or word.startswith("--config="):
-            file = word.partition("=")[2] or next(words, "")
-            require(Path(file).is_file(), "--config", file, "there is no such file")
-        else:
-            rest.append(word)
+    file, rest = _take("--config", arguments)
+    require(file is None or Path(file).is_file(), "--config", file, "there is no such file")
     return file, rest
 
 
-def _mapping(values: Any, file: str) -> dict[str, Any]:
-    """The content of a file; an empty file gives an empty mapping."""
-    require(values is None or isinstance(values, dict), f"--config: {file!r}", values, "must be keys and their values")
-    return values or {}
+def _take(option: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of an option where it is last, None without it; and all other words."""
+    value, rest, words = None, [], iter(arguments)
+    for word in words:
+        name, _, behind = word.partition("=")
+        if name == option:
+            value = behind or next(words, "")
+        else:
+            rest.append(word)
+    return value, rest
 
 
 def _early(key: str, arguments: Sequence[str], read: Mapping[str, Any]) -> Any:
     """The value of a single key, read before the others are known; None if it is not set."""
-    chosen = os.environ.get(variable_of(key), read.get(key))
-    for word, after in itertools.pairwise([*arguments, ""]):
-        if word == f"--{key}" or word.startswith(f"--{key}="):
-            chosen = word.partition("=")[2] or after
-    return chosen
+    value, _ = _take(f"--{key}", arguments)
+    return os.environ.get(variable_of(key), read.get(key)) if value is None else value

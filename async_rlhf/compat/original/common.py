@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rlhf.compat.original.keys import ENVIRONMENT, EXPORTED, HERE, KEYS, MAPPED, THERE
-from async_rlhf.config.base import Checked, fields_of, require
-from async_rlhf.config.parsing import options_of
+from async_rlhf.config.base import Checked, fields_of, options_of, require
 
 DEFAULT = "original's default"
 ALGORITHM = "algorithm"
