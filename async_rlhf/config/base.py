@@ -20,7 +20,18 @@ from dataclasses import MISSING
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    Union,
+    Unpack,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -39,6 +50,7 @@ def adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=None if dataclasses.is_dataclass(kind) else _STRICT)
 
 
+_WORDS = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string", type(None): "null"}
 _SEVERAL = {"an integer": "integers", "a finite number": "finite numbers", "a string": "strings"}
 
 
@@ -55,11 +67,7 @@ def spelt(kind: Any) -> str:
         return f"a list of {count}{_SEVERAL.get(spelt(each), spelt(each))}"
     if origin is dict:
         return "a mapping" if get_args(kind)[1] is Any else f"a mapping of names to {spelt(get_args(kind)[1])} each"
-    if kind is type(None):
-        return "null"
-    return {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}.get(
-        kind, getattr(kind, "__name__", str(kind))
-    )
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
 
 
 Role = Literal["result", "speed", "place", "log"]
@@ -82,48 +90,46 @@ class Rule(NamedTuple):
     """What is right, for the error, such as "must be at least 1"."""
 
 
-def key(
-    default: Any,
-    *rules: Rule,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    why: str = "",
-    role: Role | None = None,
-    may_change: str = "",
-    must_stay: str = "",
-    main: str = "",
-    without_gpu: Any = MISSING,
-    names: str = "",
-) -> Any:
+class Said(TypedDict, total=False):
+    """What can be said of a key."""
+
+    ge: float
+    """The value is at least this."""
+    gt: float
+    """It is above this."""
+    le: float
+    """It is at most this."""
+    lt: float
+    """It is below this."""
+    why: str
+    """Why it is at most so much, for the error."""
+    role: Role
+    """What the key decides; "result" if nothing is said."""
+    may_change: str
+    """Why a run may be resumed with another value although the key decides the result."""
+    must_stay: str
+    """Why a run may not be resumed with another value although the key does not decide the result."""
+    main: str
+    """The title under which the short ``--help`` shows the key; without one, ``--help-all`` alone does."""
+    without_gpu: Any
+    """What the default means where there is no GPU, if it depends on one."""
+    names: str
+    """What kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`."""
+
+
+def key(default: Any, *rules: Rule, **said: Unpack[Said]) -> Any:
     """A field of a configuration.
 
     Args:
         default: REQUIRED for none; for a group its class, or a function that makes it.
         rules: conditions on the value that pydantic has not. Those on several keys belong in :meth:`Checked.check`.
-        ge: the value is at least this.
-        gt: it is above this.
-        le: it is at most this.
-        lt: it is below this.
-        why: why it is at most so much, for the error.
-        role: what the key decides; "result" if nothing is said.
-        may_change: why a run may be resumed with another value although the key decides the result.
-        must_stay: why a run may not be resumed with another value although the key does not decide the result.
-        main: the title under which the short ``--help`` shows the key; empty for ``--help-all`` alone.
-        without_gpu: what the default means where there is no GPU, on which it depends; MISSING if it depends on none.
-        names: what kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`.
+        said: bounds, which pydantic reads in a field's metadata, and the rest.
     """
-    said = {"rules": rules, "why": why, "role": role, "may_change": may_change, "must_stay": must_stay, "main": main}
-    known: dict[str, Any] = {word: meant for word, meant in {**said, "names": names}.items() if meant}
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}  # pydantic reads them in a field's metadata
-    known |= {bound: limit for bound, limit in bounds.items() if limit is not None}
-    if without_gpu is not MISSING:
-        known["without_gpu"] = without_gpu
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=known)
+    known = {**said, "rules": rules} if rules else {**said}
     if isinstance(default, (list, dict)):  # each configuration gets its own copy
         return dataclasses.field(default_factory=lambda: copy(default), metadata=known)
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=known)
     return dataclasses.field(default=default, metadata=known)
 
 
@@ -190,9 +196,14 @@ def _define_again(kind: type) -> None:
         kind.__annotations__[name] = hints_of(above)[name]
 
 
+def can_be(origin: type, kind: Any) -> bool:
+    """Whether a key of this type may have a list, a tuple or a dictionary."""
+    return any(get_origin(each) is origin for each in (kind, *get_args(kind)))
+
+
 def as_list(value: Any, kind: Any) -> Any:
     """A value as a list where the key's type is one."""
-    if isinstance(value, tuple) and not any(get_origin(each) is tuple for each in (kind, *get_args(kind))):
+    if isinstance(value, tuple) and not can_be(tuple, kind):
         return list(value)
     # One name stands for a list of it.
     return [value] if isinstance(value, str) and kind == list[str] else value
@@ -378,12 +389,8 @@ def decides_result(config: Any, name: str) -> bool:
 
 def with_new_keys(saved: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Values of an older version of this code, with dotted names. A key that it did not know counts as its default."""
-    values = dict(saved)
-    for name in dotted(dataclasses.asdict(config)).keys() - saved.keys():
-        value = default_of(config, name)
-        if value is not MISSING:
-            values[name] = value
-    return values
+    new = {name: default_of(config, name) for name in dotted(dataclasses.asdict(config)).keys() - saved.keys()}
+    return {**saved, **{name: value for name, value in new.items() if value is not MISSING}}
 
 
 def without_gpu(values: Mapping[str, Any], config: Any) -> dict[str, Any]:

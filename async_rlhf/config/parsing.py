@@ -21,17 +21,17 @@ from pydantic import ValidationError
 from async_rlhf.config import environment
 from async_rlhf.config.base import (
     Checked,
-    ConfigError,
     Option,
     adapter,
     as_list,
+    can_be,
     default,
     hints_of,
     is_group,
     options_of,
-    require,
     spelt,
 )
+from async_rlhf.config.errors import ConfigError, require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import meant
 from async_rlhf.config.yaml_text import key_lines, parse_yaml, read_yaml, reads_as_number
@@ -133,11 +133,7 @@ class _Values:
     def put_words(self, words: Sequence[str]) -> None:
         """Set keys by ``--key value`` and ``--key=value``. Of a list each word is one element, or all as YAML."""
         begun: set[str] = set()
-        kept = {
-            name: hint
-            for name, hint in self._options.items()
-            if any(get_origin(each) is dict for each in (hint, *get_args(hint)))
-        }
+        kept = {name: hint for name, hint in self._options.items() if can_be(dict, hint)}
         for key, text in _pairs(words, {name for name, hint in self._options.items() if hint is bool}):
             name, added = key.removesuffix("+"), key.endswith("+")
             free = next((stem for stem in kept if key.startswith(f"{stem}.")), None)
@@ -283,13 +279,11 @@ def _places(config_file: str) -> dict[str, str]:
 def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[str]) -> ConfigError:
     """The error with the place of the key that it names, if that key's value is from the file."""
     named = re.match(r"([\w.]+): ", str(error))
-    if named is None:
+    keys = [key for key in places if named and f".{key}".endswith(f".{named[1]}")]
+    if len(keys) != 1 or f": {places[keys[0]]}: " in str(error):
         return error
-    keys = [key for key in places if key == named[1] or key.endswith(f".{named[1]}")]
-    options = {word.partition("=")[0] for word in arguments}
-    above = len(keys) == 1 and (f"--{keys[0]}" in options or variable_of(keys[0]) in os.environ)
-    has_place = above or len(keys) != 1 or f": {places[keys[0]]}: " in str(error)
-    return error if has_place else ConfigError(f"{error} ({places[keys[0]]})")
+    is_above = _take(f"--{keys[0]}", arguments)[0] is not None or variable_of(keys[0]) in os.environ
+    return error if is_above else ConfigError(f"{error} ({places[keys[0]]})")
 
 
 def take_config_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
