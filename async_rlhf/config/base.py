@@ -13,9 +13,7 @@ import itertools
 import re
 import textwrap
 import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
 from dataclasses import MISSING
 from functools import cache
 from operator import attrgetter
@@ -45,7 +43,7 @@ _STRICT = ConfigDict(
 
 
 @cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     """What makes configurations of a class, or checks the values of a key."""
     return TypeAdapter(kind, config=None if dataclasses.is_dataclass(kind) else _STRICT)
 
@@ -85,7 +83,8 @@ REQUIRED: Any = MISSING
 class Rule(NamedTuple):
     """A condition on the value of one key, unless it is null."""
 
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], Any]
+    """What is true where it holds."""
     text: str
     """What is right, for the error, such as "must be at least 1"."""
 
@@ -127,7 +126,7 @@ def key(default: Any, *rules: Rule, **said: Unpack[Said]) -> Any:
     """
     known = {**said, "rules": rules} if rules else {**said}
     if isinstance(default, (list, dict)):  # each configuration gets its own copy
-        return dataclasses.field(default_factory=lambda: copy(default), metadata=known)
+        return dataclasses.field(default_factory=default.copy, metadata=known)
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=known)
     return dataclasses.field(default=default, metadata=known)
@@ -157,15 +156,11 @@ FOLDER = (Rule(_no_file, "is there and is no folder; must name a folder"), _INSI
 """A folder that exists or can be made."""
 FILE = (Rule(lambda value: not Path(value).expanduser().is_dir(), "is a folder; must name a file"), _INSIDE)
 """A file that can be written."""
-_LAST_DEVICE = 127
-"""torch counts devices in 8 bits: it reads "cuda:128" as "cuda:-128"."""
 DEVICE = Rule(
-    lambda value: (
-        (match := re.fullmatch(r"cpu|mps|(cuda|xpu)(:(0|[1-9][0-9]{0,2}))?", value)) is not None
-        and int(match[3] or 0) <= _LAST_DEVICE
-    ),
-    f'must be "cpu", "cuda", "cuda:1" or the like up to {_LAST_DEVICE}, "mps" or "xpu"',
+    re.compile(r"cpu|mps|(cuda|xpu)(:([0-9]|[1-9][0-9]|1[01][0-9]|12[0-7]))?").fullmatch,
+    'must be "cpu", "cuda", "cuda:1" or the like up to 127, "mps" or "xpu"',
 )
+"""torch counts devices in 8 bits: it reads "cuda:128" as "cuda:-128"."""
 APART = Rule(lambda value: value == "learner" or DEVICE.holds(value), f'{DEVICE.text}; or "learner"')
 """Where a model that is not trained computes: where the learner does, in its turn, or on a device, beside training."""
 
@@ -182,31 +177,29 @@ def configuration(kind: Any = None, /, *, kw_only: bool = False) -> Any:
     return dataclasses.dataclass(kind, frozen=True, kw_only=kw_only)
 
 
-def _define_again(kind: type) -> None:
-    """Make fields of the keys of classes above that a class gives another default, without a type."""
-    for name, value in [*vars(kind).items()]:
-        above: Any = next((b for b in kind.__mro__[1:] if name in getattr(b, "__dataclass_fields__", ())), None)
-        if above is None or name in kind.__annotations__:
-            continue
-        item, before = value if isinstance(value, dataclasses.Field) else key(value), above.__dataclass_fields__[name]
-        again = {*_BOUNDS, "why"} if item.metadata.keys() & _BOUNDS.keys() else set[str]()
-        kept = {word: meant for word, meant in before.metadata.items() if word not in again}
-        item.metadata, item.kw_only = {**kept, **item.metadata}, before.kw_only
-        setattr(kind, name, item)
-        kind.__annotations__[name] = hints_of(above)[name]
-
-
 def can_be(origin: type, kind: Any) -> bool:
     """Whether a key of this type may have a list, a tuple or a dictionary."""
     return any(get_origin(each) is origin for each in (kind, *get_args(kind)))
 
 
-def as_list(value: Any, kind: Any) -> Any:
+def _as_list(value: Any, kind: Any) -> Any:
     """A value as a list where the key's type is one."""
     if isinstance(value, tuple) and not can_be(tuple, kind):
         return list(value)
     # One name stands for a list of it.
     return [value] if isinstance(value, str) and kind == list[str] else value
+
+
+def fitting(key: str, value: Any, kind: Any) -> Any:
+    """A value as a key of this type has it.
+
+    Raises:
+        ConfigError: it is not of the type.
+    """
+    try:
+        return _adapter(kind).validate_python(_as_list(value, kind))
+    except ValidationError:
+        require(False, key, value, f"must be {spelt(kind)}")
 
 
 def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Exception:
@@ -248,7 +241,16 @@ class Checked:
         super().__init_subclass__(**options)
         # Of its own, so that the decorator of the standard library writes none, which would check nothing.
         cls.__init__ = vars(cls).get("__init__", Checked.__init__)  # type: ignore[method-assign]
-        _define_again(cls)
+        for name, value in [*vars(cls).items()]:
+            above: Any = next((b for b in cls.__mro__[1:] if name in getattr(b, "__dataclass_fields__", ())), None)
+            if above is not None and name not in cls.__annotations__:
+                item: Any = value if isinstance(value, dataclasses.Field) else key(value)
+                before, bounds = above.__dataclass_fields__[name], {*_BOUNDS, "why"}
+                again = bounds if item.metadata.keys() & _BOUNDS.keys() else set[str]()
+                kept = {word: meant for word, meant in before.metadata.items() if word not in again}
+                item.metadata, item.kw_only = {**kept, **item.metadata}, before.kw_only
+                setattr(cls, name, item)
+                cls.__annotations__[name] = hints_of(above)[name]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         kind: Any = type(self)
@@ -256,15 +258,15 @@ class Checked:
         if len(arguments) > len(order):
             raise TypeError(f"{kind.__name__} takes {len(order)} values without names; got {len(arguments)}")
         given = dict(**dict(zip(order, arguments, strict=False)), **named)
-        values = {name: as_list(value, hints_of(kind).get(name)) for name, value in given.items()}
+        values = {name: _as_list(value, hints_of(kind).get(name)) for name, value in given.items()}
         try:
-            adapter(kind).validator.validate_python(values, self_instance=self)
+            _adapter(kind).validator.validate_python(values, self_instance=self)
         except ValidationError as error:
             failure = _told(kind, error, values)
             raise failure from failure.__cause__
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(typing.cast(Any, self)):
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             counts = not isinstance(value, int) or abs(value) <= _LARGEST
             require(counts, item.name, value, f"must be at most {_LARGEST:,} in size: nothing that is counted is more")

@@ -16,21 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
 
 from async_rlhf.config import environment
-from async_rlhf.config.base import (
-    Checked,
-    Option,
-    adapter,
-    as_list,
-    can_be,
-    default,
-    hints_of,
-    is_group,
-    options_of,
-    spelt,
-)
+from async_rlhf.config.base import Checked, Option, can_be, default, fitting, hints_of, is_group, options_of
 from async_rlhf.config.errors import ConfigError, require
 from async_rlhf.config.secrets import API_KEY_VARIABLE, HIDDEN, without_secrets
 from async_rlhf.config.spelling import meant
@@ -199,10 +187,7 @@ def _converted(key: str, value: Any, hint: Any) -> Any:
         value = _of_text(key, value, hint)
     if get_origin(hint) is list and isinstance(value, list):
         value = [_converted(key, each, get_args(hint)[0]) for each in value]
-    try:
-        return adapter(hint).validate_python(as_list(value, hint))
-    except ValidationError:
-        require(False, key, value, f"must be {spelt(hint)}")
+    return fitting(key, value, hint)
 
 
 def _of_text(key: str, text: str, hint: Any) -> Any:
