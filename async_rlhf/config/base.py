@@ -210,9 +210,8 @@ def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Excep
         return context["error"]
     name = str(first["loc"][0])
     if name not in hints_of(kind):
-        return ConfigError(
-            f"{name}: {kind.__name__} has no such key{meant(name, [option.key for option in options_of(kind)], '')}"
-        )
+        nearest = meant(name, [option.key for option in options_of(kind)], "")
+        return ConfigError(f"{name}: {kind.__name__} has no such key{nearest}")
     if first["type"] == "missing" and name not in values:
         return ConfigError(f"{name}: must be given")
     value = values[name] if name in values else default_of(kind, name)
@@ -239,8 +238,8 @@ class Checked:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Of its own, so that the decorator of the standard library writes none, which would check nothing.
-        cls.__init__ = vars(cls).get("__init__", Checked.__init__)  # type: ignore[method-assign]
+        # A class with an __init__ of its own gets none from the standard library's decorator, which checks nothing.
+        cls.__init__ = cls.__init__  # type: ignore[method-assign]
         for name, value in [*vars(cls).items()]:
             above: Any = next((b for b in cls.__mro__[1:] if name in getattr(b, "__dataclass_fields__", ())), None)
             if above is not None and name not in cls.__annotations__:
@@ -407,10 +406,8 @@ def default(item: dataclasses.Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-@cache
-def _default(kind: Any, name: str) -> Any:
-    """The same, made once, as a group's is costly. Nobody may change it."""
-    return default(kind.__dataclass_fields__[name])
+_default = cache(lambda kind, name: default(kind.__dataclass_fields__[name]))
+"""The same of a class and a name, made once, as a group's is costly. Nobody may change it."""
 
 
 def default_of(config: Any, name: str) -> Any:

@@ -60,7 +60,8 @@ def parse(
     if set(FLAGS) & set(words) or "-h" in words:
         print(help_of(whole, command, "--help-all" in words))
         sys.exit(0)
-    places = {} if config_file is None or translated else _places(config_file)
+    file = "" if config_file is None or translated else Path(config_file).read_text(encoding="utf-8-sig")
+    places = {key: f"{config_file!r}, line {line}" for key, line in key_lines(file).items()}
     values = _Values(whole, command)
     try:
         values.put(read, location=lambda key: f"{places.get(key, 'the file')}: ")
@@ -228,13 +229,20 @@ def help_of(kind: type[Checked], command: str, whole: bool) -> str:
         "option marked [speed], [place] or [log] decides no result: what is finished is not done again for another "
         "value, and a run can be resumed with one."
     )
-    return "\n".join([*lines, "", *textwrap.wrap(end, _width())])
+    return "\n".join([*lines, "", *_wrapped(end)])
 
 
 def _explained(option: Option, text: str) -> list[str]:
     default = "required" if option.default is MISSING else f"default: {json.dumps(option.default, default=str)}"
-    wide = {"width": _width(), "initial_indent": " " * 6, "subsequent_indent": " " * 6}
-    return [f"  --{option.key} {_metavar(option.hint)}".rstrip(), *textwrap.wrap(f"{text} ({default})", **wide)]  # type: ignore[arg-type]
+    return [f"  --{option.key} {_metavar(option.hint)}".rstrip(), *_wrapped(f"{text} ({default})", " " * 6)]
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    width = min(100, shutil.get_terminal_size().columns)
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+
+
+_METAVARS = {bool: "[true|false]", int: "INT", float: "FLOAT", str: "TEXT", dict: "YAML"}
 
 
 def _metavar(hint: Any) -> str:
@@ -246,19 +254,7 @@ def _metavar(hint: Any) -> str:
         return "|".join(dict.fromkeys(word for word in words if word))
     if get_origin(hint) is Literal:
         return "|".join(str(option).lower() for option in get_args(hint))
-    return {bool: "[true|false]", int: "INT", float: "FLOAT", str: "TEXT", dict: "YAML"}.get(
-        get_origin(hint) or hint, ""
-    )
-
-
-def _width() -> int:
-    return min(100, shutil.get_terminal_size().columns)
-
-
-def _places(config_file: str) -> dict[str, str]:
-    """File and line of every key of a file."""
-    lines = key_lines(Path(config_file).read_text(encoding="utf-8-sig"))
-    return {key: f"{config_file!r}, line {line}" for key, line in lines.items()}
+    return _METAVARS.get(get_origin(hint) or hint, "")
 
 
 def _placed(error: ConfigError, places: Mapping[str, str], arguments: Sequence[str]) -> ConfigError:
