@@ -14,6 +14,7 @@ import re
 import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING
 from functools import cache
 from operator import attrgetter
@@ -89,7 +90,7 @@ class Rule(NamedTuple):
     """What is right, for the error, such as "must be at least 1"."""
 
 
-class Said(TypedDict, total=False):
+class Metadata(TypedDict, total=False):
     """What can be said of a key."""
 
     ge: float
@@ -116,7 +117,7 @@ class Said(TypedDict, total=False):
     """What kind of thing the value, or each in it, names: see :func:`~async_rlhf.system.names.check_names`."""
 
 
-def key(default: Any, *rules: Rule, **said: Unpack[Said]) -> Any:
+def key(default: Any, *rules: Rule, **said: Unpack[Metadata]) -> Any:
     """A field of a configuration.
 
     Args:
@@ -202,7 +203,7 @@ def fitting(key: str, value: Any, kind: Any) -> Any:
         require(False, key, value, f"must be {spelt(kind)}")
 
 
-def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Exception:
+def _error_of(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Exception:
     """The first of pydantic's errors as one of ours."""
     first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
@@ -221,6 +222,16 @@ def _told(kind: Any, error: ValidationError, values: Mapping[str, Any]) -> Excep
     return ConfigError(f"{kind._group}{name}: got {HIDDEN if is_secret(name) else shown(value)}; {rule}")
 
 
+class _Signature:
+    """What a class takes, as ``help()`` and notebooks show it; its ``__init__`` does not say."""
+
+    def __get__(self, made: Any, kind: type) -> inspect.Signature:
+        if made is not None or not dataclasses.is_dataclass(kind):  # a reward can be called, and takes something else
+            raise AttributeError
+        keys = [(item.name, item.type, copy(item)) for item in dataclasses.fields(kind)]
+        return inspect.signature(dataclasses.make_dataclass(kind.__name__, keys))
+
+
 class Checked:
     """Base of the configurations, which are dataclasses that pydantic makes: it checks types and bounds, then come the
     rules of each key; subclasses add checks of several.
@@ -233,6 +244,7 @@ class Checked:
     """
 
     __pydantic_config__ = _STRICT
+    __signature__ = _Signature()
     _group = ""
     """Prefix of key names in errors."""
 
@@ -256,12 +268,12 @@ class Checked:
         order = [item.name for item in dataclasses.fields(kind) if item.init and not item.kw_only]
         if len(arguments) > len(order):
             raise TypeError(f"{kind.__name__} takes {len(order)} values without names; got {len(arguments)}")
-        given = dict(**dict(zip(order, arguments, strict=False)), **named)
-        values = {name: _as_list(value, hints_of(kind).get(name)) for name, value in given.items()}
+        values = dict(**dict(zip(order, arguments, strict=False)), **named)
+        values = {name: _as_list(value, hints_of(kind).get(name)) for name, value in values.items()}
         try:
             _adapter(kind).validator.validate_python(values, self_instance=self)
         except ValidationError as error:
-            failure = _told(kind, error, values)
+            failure = _error_of(kind, error, values)
             raise failure from failure.__cause__
 
     def __post_init__(self) -> None:

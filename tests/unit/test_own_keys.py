@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,15 @@ def test_an_error_of_its_own_check_keeps_its_type_and_its_line(kind):
     with pytest.raises(ValueError, match=r"^seven$") as error:
         kind(at_least=7)
     assert any(frame.name == "check" for frame in traceback.extract_tb(error.value.__traceback__))
+
+
+@pytest.mark.parametrize("kind", [Foreign, Own])
+def test_a_class_says_what_it_takes(kind):
+    assert [*inspect.signature(kind).parameters] == ["pair", "names", "counts", "at_least", "array"]
+    with pytest.raises(TypeError, match="takes 5 values without names; got 6"):
+        kind(*range(6))
+    with pytest.raises(TypeError, match="pair"):
+        kind((0.1, 0.2), pair=(0.1, 0.2))
 
 
 def below() -> type:
