@@ -126,10 +126,9 @@ def key(default: Any, *rules: Rule, **said: Unpack[Metadata]) -> Any:
         said: bounds, which pydantic reads in a field's metadata, and the rest.
     """
     known = {**said, "rules": rules} if rules else {**said}
-    if isinstance(default, (list, dict)):  # each configuration gets its own copy
-        return dataclasses.field(default_factory=default.copy, metadata=known)
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=known)
+    make = default.copy if isinstance(default, (list, dict)) else default  # each configuration gets its own copy
+    if callable(make):
+        return dataclasses.field(default_factory=make, metadata=known)
     return dataclasses.field(default=default, metadata=known)
 
 

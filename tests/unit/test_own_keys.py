@@ -50,6 +50,9 @@ def test_each_value_of_its_type_is_taken_and_the_class_is_made_once(kind):
     assert [kind] == MADE
     assert (made.pair, made.names, list(made.counts), made.memo) == ((1.0, 2.0), ("a", "b", "c"), [3, 4], {})
     assert replace(made, at_least=2).at_least == 2
+    assert [*inspect.signature(kind).parameters] == ["pair", "names", "counts", "at_least", "array"]
+    with pytest.raises(TypeError, match="takes 5 values without names; got 6"):
+        kind(*range(6))
 
 
 @pytest.mark.parametrize("kind", [Foreign, Own])
@@ -74,35 +77,20 @@ def test_an_error_of_its_own_check_keeps_its_type_and_its_line(kind):
     assert any(frame.name == "check" for frame in traceback.extract_tb(error.value.__traceback__))
 
 
-@pytest.mark.parametrize("kind", [Foreign, Own])
-def test_a_class_says_what_it_takes(kind):
-    assert [*inspect.signature(kind).parameters] == ["pair", "names", "counts", "at_least", "array"]
-    with pytest.raises(TypeError, match="takes 5 values without names; got 6"):
-        kind(*range(6))
-    with pytest.raises(TypeError, match="pair"):
-        kind((0.1, 0.2), pair=(0.1, 0.2))
+@configuration
+class Below(Own):
+    at_least = key(0)
 
 
-def below() -> type:
-    @configuration
-    class Below(Own):
-        at_least = key(0)
-
-    return Below
+@configuration
+class Text(Checked):
+    number: int = key("text")
 
 
-def text() -> type:
-    @configuration
-    class Text(Checked):
-        number: int = key("text")
-
-    return Text
-
-
-@pytest.mark.parametrize(("make", "right"), [
-    (below, "at_least: got 0; must be at least 1"),
-    (text, "number: got 'text'; must be an integer"),
+@pytest.mark.parametrize(("kind", "right"), [
+    (Below, "at_least: got 0; must be at least 1"),
+    (Text, "number: got 'text'; must be an integer"),
 ])  # fmt: skip
-def test_defaults_are_checked_too(make: Callable[[], type], right):
+def test_defaults_are_checked_too(kind, right):
     with pytest.raises(ConfigError, match=right):
-        make()()
+        kind()
