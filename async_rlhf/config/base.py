@@ -235,6 +235,9 @@ class Checked:
     """Base of the configurations, which are dataclasses that pydantic makes: it checks types and bounds, then come the
     rules of each key; subclasses add checks of several.
 
+    They are dataclasses, and no BaseModel: a user's own class is one by the standard library's decorator, keys are also
+    given by position, and ``replace``, ``fields`` and ``asdict`` of the standard library take them.
+
     ``name = key(value)``, without a type, gives a key of a class above another default; the rest of what is said of it
     stays, unless that is said again.
 
