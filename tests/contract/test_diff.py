@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyarrow.parquet import read_table
 from safetensors.torch import load_file, save_file
-from tiny import PROMPTS, byte_tokenizer, json_rows, new_args, new_policy
+from tiny import PROMPTS, byte_tokenizer, json_rows, new_args, new_policy, rare
 from transformers import TrainerCallback
 
 from async_rlhf.cli import main
@@ -131,7 +131,10 @@ KEYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """What differs first, the cause, and what is planted."""
 
 
-@pytest.mark.parametrize("kind", KEYS)
+OFTEN = ("seed", "staleness", "temperature", "weight of a reward")
+
+
+@pytest.mark.parametrize("kind", [kind if kind in OFTEN else rare(kind) for kind in KEYS])
 def test_a_key_is_named(here, base, kind):
     part, cause, changes = KEYS[kind]
     account = found(base, here.run(kind.replace(" ", "_"), **changes))

@@ -271,6 +271,18 @@ def test_lines_that_are_no_json_are_counted_and_said(copied):
     assert "2 lines are not JSON objects" in page([found])
 
 
+def test_a_training_sample_opens_its_life(copied):
+    """What explain has written of it; else the command that does."""
+    run = copied["sync"]
+    (run / "explain").mkdir()
+    (run / "explain" / "explain-1-sample-2.txt").write_text("Sample 2 of batch 1")
+    answers = [one for group in data_of(page([read_run(run, "a")]))["samples"] for one in group["answers"]]
+    lives = [one["life"] for one in answers if one["batch"] == 1 and one["life"]]
+    assert f"async-rlhf explain {run} --sample 1/1" in lives
+    assert "Sample 2 of batch 1" in lives
+    assert f"async-rlhf explain {run} --sample 1/2" not in lives
+
+
 def test_what_was_checked_is_a_table_and_a_document(runs):
     """Of a run with S = 1 that was resumed: tokens, tests and starts are counted; what was not checked is said."""
     run = read_run(runs["async"], "a")

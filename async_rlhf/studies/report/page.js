@@ -116,7 +116,8 @@
     if (one.finish === "length") facts.push("cut off");
     for (const [name, value] of Object.entries(one.metrics || {}))
       if (value !== null) facts.push(name.replaceAll("_", " ") + " " + Number(Number(value).toPrecision(4)));
-    return element("div", "answer", element("div", "small", facts.join(", ")), marked(one.text, word));
+    const life = one.life ? [element("details", "small", element("summary", "", "its life"), element("pre", "life", one.life))] : [];
+    return element("div", "answer", element("div", "small", facts.join(", ")), marked(one.text, word), ...life);
   }
   // How far the scores of one prompt lie apart: means of runs, or of one run its answers.
   function apart(answers) {

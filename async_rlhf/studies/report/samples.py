@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from async_rlhf.run.episodes import conversation
@@ -35,7 +37,7 @@ def samples(
         _add_evaluation(sources["evaluation"], evaluation)
     for run in runs:
         _add(sources["held-out prompts"], run, run.eval_samples)
-        _add(sources["training"], run, (row for row in run.samples if row.get("batch") in batches))
+        _add(sources["training"], run, (row for row in _with_lives(run) if row.get("batch") in batches))
     groups, notes = [], []
     for kind, prompts in sources.items():
         shown = _within(kind, prompts, characters // max(1, sum(map(bool, sources.values()))))
@@ -50,11 +52,24 @@ def samples(
     return groups, notes
 
 
+def _with_lives(run: ReadRun) -> Iterator[dict[str, Any]]:
+    """The samples of a run, each with what ``explain --sample`` has written of it, or else that command."""
+    numbers = Counter[Any]()
+    for row in run.samples:
+        batch = row.get("batch")
+        numbers[batch] += 1
+        file = run.folder / "explain" / f"explain-{batch}-sample-{numbers[batch]}.txt"
+        life = f"async-rlhf explain {run.folder} --sample {batch}/{numbers[batch]}"
+        with suppress(OSError):
+            life = file.read_text(encoding="utf-8", errors="replace")
+        yield {**row, "life": life}
+
+
 def _within(kind: str, prompts: Answers, room: int) -> list[dict[str, Any]]:
     shown = []
     for prompt, answers in prompts.items():
         group = {"kind": kind, "prompt": _cut(prompt), "answers": answers}
-        room -= len(group["prompt"]) + sum(len(answer["text"]) + 60 for answer in answers)
+        room -= len(group["prompt"]) + sum(len(answer["text"]) + len(answer.get("life", "")) + 60 for answer in answers)
         if room < 0:
             break
         shown.append(group)
@@ -77,7 +92,9 @@ def _add(prompts: Answers, run: ReadRun, rows: Iterable[Mapping[str, Any]]) -> N
             said = row.get("messages")
             text = conversation(said, row.get("rewards") or ()) if said else row["completion"]
             answer = _answer(run.name, row.get("batch"), row.get("score"), text, finish)
-            prompts.setdefault(str(row["prompt"]), []).append({**answer, "metrics": row.get("metrics") or {}})
+            prompts.setdefault(str(row["prompt"]), []).append(
+                {**answer, "metrics": row.get("metrics") or {}, "life": row.get("life", "")}
+            )
 
 
 def _add_evaluation(prompts: Answers, evaluation: Evaluation) -> None:
