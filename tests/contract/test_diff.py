@@ -287,7 +287,7 @@ def with_machine(run: str, name: str, value: Any, copy: Path) -> str:
 )
 def test_machines_and_libraries_are_named(base, tmp_path, name, value, cause):
     account = found(base, with_machine(base, name, value, tmp_path / "other"))
-    assert (account["batch"], account["part"]) == (2, "logprobs")
+    assert (account["batch"], account["part"], account["other_tokens"]) == (2, "logprobs", None)
     assert account["cause"].startswith(cause)
 
 

@@ -69,9 +69,10 @@ def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
     if where is None:
         return account
     batch, part = where
-    equal = {name for name, ours, theirs in parts(a, b, batch) if ours == theirs}
+    equal = {name for name, same in _equalities(a, b, batch) if same}
     values: Any = next((pair for name, *pair in parts(a, b, batch) if name == part), [{}, {}])
     changed = [name for name in values[0] if values[0][name] != values[1][name]] if part == UPDATE else []
+    account["other_tokens"] = next((n for n in both if ("tokens", False) in _equalities(a, b, n)), None)
     account |= {"batch": batch, "part": part, "metrics": {name: [x[name] for x in values] for name in changed}}
     if any(each.name == "train_dataset" for each in unlike):
         account["rows"] = _rows(a, b)
@@ -82,6 +83,10 @@ def _pair(a: ReadRun, b: ReadRun, repeats: bool = False) -> dict[str, Any]:
             first_values([a.name, b.name], batch, part) or "nothing differs where both are repeated here"
         )
     return account
+
+
+def _equalities(a: ReadRun, b: ReadRun, batch: int) -> list[tuple[str, bool]]:
+    return [(name, ours == theirs) for name, ours, theirs in parts(a, b, batch)]
 
 
 def _with_rows(unlike: list[Difference], rows: str | None) -> list[Difference]:
