@@ -277,9 +277,9 @@ def with_machine(run: str, name: str, value: Any, copy: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "value", "cause"),
     [
-        ("packages", {"torch": "2.14.0"}, "packages.torch is '2.13.0+cpu' in the first and '2.14.0' in the second"),
-        ("processor", {"kernels": "DEFAULT"}, "processor.kernels is"),
-        ("arithmetic", {"MKL_CBWR": "AVX2"}, "arithmetic.MKL_CBWR is None in the first and 'AVX2' in the second"),
+        ("packages", {"torch": "0.0"}, "packages.torch is "),
+        ("processor", {"kernels": "of no processor"}, "processor.kernels is"),
+        ("arithmetic", {"NVIDIA_TF32_OVERRIDE": "1"}, "arithmetic.NVIDIA_TF32_OVERRIDE is None in the first and '1'"),
         ("threads", {"learner": 64}, "threads.learner is"),
         ("ranks", 2, "ranks is 1 in the first and 2 in the second"),
         ("device", "NVIDIA H200", "device is 'cpu' in the first and 'NVIDIA H200' in the second"),
@@ -291,12 +291,12 @@ def test_machines_and_libraries_are_named(base, tmp_path, name, value, cause):
     assert account["cause"].startswith(cause)
 
 
-def test_arithmetic_that_is_really_another_one_is_named(here, base, monkeypatch):
-    """Three prompts a request instead of all: other rows share a pass."""
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")  # noted at the start, although torch was loaded before
+def test_a_variable_that_decides_arithmetic_is_noted(here, base, monkeypatch):
+    """One that no processor here heeds, whatever a test run has set."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     account = found(base, here.run("noted"))
     assert account["equal"]
-    assert [each["name"] for each in account["given"]][-1] == "arithmetic.ATEN_CPU_CAPABILITY"
+    assert [each["name"] for each in account["given"]][-1] == "arithmetic.CUBLAS_WORKSPACE_CONFIG"
 
 
 ENGINE = """
