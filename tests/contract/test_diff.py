@@ -437,5 +437,12 @@ def test_what_cannot_be_compared_is_refused(here, base, tmp_path, capsys):
     for name in ("metrics.jsonl", "digests.jsonl"):
         (empty / name).write_text("")
     assert "has trained on no batch" in refused(base, str(empty))
+    damaged = Path(with_machine(base, "ranks", 1, tmp_path / "damaged"))
+    for text in ("", "- a\n", "3\n"):
+        (damaged / "run.yml").write_text(text)
+        assert "must have a run.yml with keys: this one is damaged" in refused(base, str(damaged))
+    (damaged / "run.yml").write_bytes(Path(base, "run.yml").read_bytes())
+    (damaged / "environment.json").write_text('[{"async_rlhf": []}]')
+    assert "is of version of async_rlhf" in refused(base, str(damaged))
     assert "must be null for several runs" in refused(base, base, "--batches", "2")
     assert "must be false but for two runs" in refused(base, "--repeat")

@@ -142,9 +142,7 @@ def _of_inputs(a: ReadRun, b: ReadRun) -> Iterator[Difference]:
 
 def _of_machines(a: ReadRun, b: ReadRun) -> Iterator[Difference]:
     ours, theirs = ({name: run.first.get(name) for name in _MACHINE} for run in (a, b))
-    ours["commit of async_rlhf"], theirs["commit of async_rlhf"] = (
-        run.first.get("async_rlhf", {}).get("commit") for run in (a, b)
-    )
+    ours["commit of async_rlhf"], theirs["commit of async_rlhf"] = a.code.get("commit"), b.code.get("commit")
     for name, value in ours.items():
         if isinstance(value, Mapping) and isinstance(other := theirs[name], Mapping):
             for each in sorted(value.keys() | other.keys()):

@@ -43,6 +43,12 @@ class ReadRun:
         return self.starts[0] if self.starts else {}
 
     @property
+    def code(self) -> Mapping[str, Any]:
+        """Version and commit of this package."""
+        code = self.first.get("async_rlhf")
+        return code if isinstance(code, dict) else {}
+
+    @property
     def inputs(self) -> Mapping[str, str]:
         """Checksums of what it was given."""
         inputs = self.first.get("inputs")
@@ -66,6 +72,7 @@ def read_run(name: str) -> ReadRun:
     require(whole, "runs", name, f"must be the output folder of a run, with {RUN_FILE} and {METRICS} in it")
     refuse_second(folder)
     config = read_yaml(str(folder / RUN_FILE), "runs")
+    require(isinstance(config, dict), "runs", name, f"must have a {RUN_FILE} with keys: this one is damaged")
     lines = json_lines(folder / DIGESTS, [], DIGEST) if (folder / DIGESTS).is_file() else ()
     digests = {int(row["batch"]): row for row in lines if isinstance(row.get("batch"), int)}
     run = ReadRun(name, dotted(config), starts_of(folder / ENVIRONMENT) or [], digests, read_metrics(folder))
@@ -81,7 +88,7 @@ def require_comparable(a: ReadRun, b: ReadRun) -> None:
     """
     for what, ours, theirs in (
         ("algorithm", a.config.get("algorithm"), b.config.get("algorithm")),
-        ("version of async_rlhf", *(run.first.get("async_rlhf", {}).get("version") for run in (a, b))),
+        ("version of async_rlhf", a.code.get("version"), b.code.get("version")),
     ):
         if ours != theirs:
             raise ConfigError(f"runs: {a.name!r} is of {what} {ours}, {b.name!r} of {theirs}; must be of one {what}")

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from async_rlhf.data.tokenizer import decode_samples
 from async_rlhf.rewards.scorer import Scorer
+from async_rlhf.run.rollouts import sample_numbers
 from async_rlhf.studies.explain.ablation import Effect, Removal, distance, reward_parts, without_part
 from async_rlhf.studies.explain.contributions import Contributions, contributions
 from async_rlhf.studies.explain.update import RepeatableUpdate, inner, norm
@@ -98,10 +98,6 @@ class _Row(NamedTuple):
     sample: Sample
 
 
-def _name(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
-    return tokens.astype(np.int32).tobytes() + logprobs.astype(np.float32).tobytes()
-
-
 @dataclass(frozen=True)
 class Account(Removal):
     """An update, and what its parts were and did."""
@@ -163,19 +159,10 @@ class Account(Removal):
 
     @cached_property
     def rows(self) -> list[_Row]:
-        """Which sample each row is. Credit may have chosen and reordered them, so they are found by what they hold."""
-        waiting: dict[bytes, list[_Row]] = {}
-        number = 0
-        for group in self.scored.batch.groups:
-            for index, sample in enumerate(group.samples):
-                waiting.setdefault(_name(sample.tokens, sample.logprobs), []).append(_Row(number, group, index, sample))
-                number += 1
-        rows = []
-        for b, length in enumerate(self.experience.lengths_B.tolist()):
-            tokens, logprobs = self.experience.tokens_BT[b, :length], self.experience.behaviour_logprobs_BT[b, :length]
-            same = waiting[_name(tokens.numpy(), logprobs.numpy())]
-            rows.append(same.pop(0) if len(same) > 1 else same[0])  # equal samples in turn
-        return rows
+        """Which sample each row is."""
+        each = [(group, n) for group in self.scored.batch.groups for n in range(len(group.samples))]
+        numbers = sample_numbers(self.experience, self.scored)
+        return [_Row(number, *each[number], each[number][0].samples[each[number][1]]) for number in numbers]
 
     @cached_property
     def whole(self) -> float:
