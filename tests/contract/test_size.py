@@ -13,7 +13,7 @@ import async_rlhf
 
 PACKAGE = Path(async_rlhf.__file__).parent
 TESTS = Path(__file__).parents[1]
-CORE, WHOLE, TESTED, NAMES, KEYS = 25_187, 31_944, 41_298, 16, 463
+CORE, WHOLE, TESTED, NAMES, KEYS = 25_187, 31_944, 41232, 16, 463
 """Each rises only with a feature, by what that feature needs."""
 PROGRAMS = 4_030
 """Of benchmarks/ and scripts/."""
